@@ -1,0 +1,23 @@
+"""Words ask, patches answer: cross-attention, text tokenizer and encoder, `ImageQA`. Pure torch and tokenizers.
+
+May import: `regard.vit`. Never Lightning, never data sets.
+"""
+
+from regard.crossattn.cross_attention import CrossAttention
+from regard.crossattn.memory import Memory
+from regard.crossattn.model import Answer, ImageQA, ImageQAConfig
+from regard.crossattn.text import TextConfig, TextEncoder
+from regard.crossattn.tokenizer import TextTokenizer
+from regard.crossattn.words import WordMaps
+
+__all__ = [
+    "Answer",
+    "CrossAttention",
+    "ImageQA",
+    "ImageQAConfig",
+    "Memory",
+    "TextConfig",
+    "TextEncoder",
+    "TextTokenizer",
+    "WordMaps",
+]

@@ -1,0 +1,158 @@
+"""The text encoder: self-attention among the words, cross-attention to the image, MLP, L times.
+
+Q questions, T tokens, D width, H heads, K head width, B images, N image tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from regard.crossattn.cross_attention import CrossAttention
+from regard.vit.attention import Attention, KeysValues
+from regard.vit.blocks import Mlp
+from regard.vit.errors import InputError
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A text encoder that can ask an image.
+
+    Attributes:
+        vocab_size: number of token ids.
+        dim: width D.
+        depth: number of layers.
+        heads: attention heads, in self- and cross-attention alike.
+        hidden_dim: inner width of the MLP; None means 4 * dim.
+        max_tokens: longest question, in tokens.
+        norm: `pre` (x + f(norm x)) or `post` (norm(x + f x), as in BERT).
+        norm_eps: eps of every LayerNorm.
+        activation: as in `ViTConfig`.
+        cross_every: every n-th layer asks the image, the last layer among them.
+        gate: tanh gates on the cross-attention that start at 0.
+        qk_norm: LayerNorm on each head's queries and keys in the cross-attention.
+        dropout: on the embeddings and on each residual branch, in training.
+        pooling: how a question becomes one vector: `mean` over its tokens, or its `first` token.
+    """
+
+    vocab_size: int
+    dim: int = 384
+    depth: int = 6
+    heads: int = 6
+    hidden_dim: int | None = None
+    max_tokens: int = 64
+    norm: Literal["pre", "post"] = "pre"
+    norm_eps: float = 1e-6
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu"
+    cross_every: int = 1
+    gate: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+    pooling: Literal["mean", "first"] = "mean"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "depth", "heads", "max_tokens", "cross_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"TextConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.dim % self.heads:
+            raise InputError(f"TextConfig.dim {self.dim} is no multiple of heads {self.heads}")
+        if self.cross_every > self.depth:
+            raise InputError(
+                f"TextConfig.cross_every {self.cross_every} exceeds depth {self.depth}: no layer would look"
+            )
+
+    def asks(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has cross-attention."""
+        return (self.depth - 1 - layer) % self.cross_every == 0
+
+
+class TextLayer(nn.Module):
+    """Self-attention -> cross-attention -> MLP, each a residual branch with its norm."""
+
+    def __init__(self, config: TextConfig, context_dim: int, asks: bool):
+        super().__init__()
+        dim, eps = config.dim, config.norm_eps
+        self.post = config.norm == "post"
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = Attention(dim, config.heads)
+        self.norm2 = nn.LayerNorm(dim, eps=eps) if asks else None
+        self.cross = (
+            CrossAttention(dim, config.heads, context_dim, qk_norm=config.qk_norm, gate=config.gate) if asks else None
+        )
+        self.norm3 = nn.LayerNorm(dim, eps=eps)
+        self.mlp = Mlp(dim, config.hidden_dim or 4 * dim, config.activation)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        words: Tensor,
+        image: KeysValues | None = None,
+        visible: Tensor | None = None,
+        of: Tensor | None = None,
+        asked: list[Tensor] | None = None,
+    ) -> Tensor:
+        x = self._add(x, self.norm1, lambda y: self.attn(y, mask=words[:, None, None, :]))
+        if self.cross is not None and self.norm2 is not None and image is not None:
+            cross = self.cross
+            x = self._add(x, self.norm2, lambda y: cross(y, image, mask=visible, of=of, asked=asked))
+        return self._add(x, self.norm3, self.mlp)
+
+    def _add(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.post:
+            return norm(x + self.dropout(branch(x)))
+        return x + self.dropout(branch(norm(x)))
+
+
+class TextEncoder(nn.Module):
+    """Token ids `(Q, T)` to states `(Q, T, D)`, reading an image on the way."""
+
+    def __init__(self, config: TextConfig, context_dim: int):
+        super().__init__()
+        self.config = config
+        self.words = nn.Embedding(config.vocab_size, config.dim)
+        self.positions = nn.Parameter(torch.empty(config.max_tokens, config.dim))
+        self.layers = nn.ModuleList(TextLayer(config, context_dim, config.asks(i)) for i in range(config.depth))
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        images: tuple[KeysValues, ...] = (),
+        visible: Tensor | None = None,
+        of: Tensor | None = None,
+        asked: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Read questions against remembered images.
+
+        Args:
+            ids, mask: `(Q, T)`, mask True on real tokens.
+            images: keys and values per layer that asks, of B images; empty to read text alone.
+            visible: which image tokens exist, bool `(B, N)`, or None for all.
+            of: the image of each question, `(Q,)`.
+            asked: receives the cross-attention queries of each asking layer, for maps.
+        """
+        x = self.words(ids) + self.positions[: ids.shape[1]]
+        # BERT norms its embeddings; a pre-norm encoder norms its output. It is the same LayerNorm, moved.
+        x = self.dropout(self.norm(x) if self.config.norm == "post" else x)
+        remembered = iter(images)
+        for layer in self.layers:
+            image = next(remembered) if images and layer.cross is not None else None
+            x = layer(x, mask, image, visible, of, asked)
+        return x if self.config.norm == "post" else self.norm(x)
+
+    @property
+    def asking(self) -> list[CrossAttention]:
+        """The cross-attention of each layer that asks the image, in order."""
+        return [layer.cross for layer in self.layers if isinstance(layer, TextLayer) and layer.cross is not None]
+
+    def pool(self, states: Tensor, mask: Tensor) -> Tensor:
+        """One vector per question, `(Q, T, D) -> (Q, D)`; padding takes no part."""
+        if self.config.pooling == "first":
+            return states[:, 0]
+        weight = mask.to(states.dtype)[..., None]
+        return (states * weight).sum(dim=1) / weight.sum(dim=1)

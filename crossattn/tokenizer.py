@@ -1,0 +1,159 @@
+"""Questions to token ids and back to words, on the `tokenizers` library."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor
+
+from regard.vit.errors import InputError
+from regard.vit.files import write_atomically
+
+PAD, UNKNOWN, FIRST, LAST = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
+_SPECIAL = [PAD, UNKNOWN, FIRST, LAST]
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a question as typed, and the places of its tokens in the sequence."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EncodedQuestions:
+    """Q questions as tokens.
+
+    Attributes:
+        ids: token ids `(Q, T)`, padded at the right.
+        mask: True where a token stands, False on padding, `(Q, T)`.
+        words: each question's words, in order, punctuation included.
+        unknown: each question's words that the vocabulary lacks.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    words: tuple[tuple[Word, ...], ...]
+    unknown: tuple[tuple[str, ...], ...]
+
+
+class TextTokenizer:
+    """Sub-word tokenizer: lower-cased words, split into pieces where the vocabulary lacks the whole."""
+
+    def __init__(self, backend: Tokenizer):
+        for token in (PAD, UNKNOWN):
+            if backend.token_to_id(token) is None:
+                raise InputError(f"the tokenizer has no {token} token; Regard needs one for padding and unknown words")
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        vocab = backend.get_vocab()
+        self.pad_id, self.unknown_id = vocab[PAD], vocab[UNKNOWN]
+
+    @classmethod
+    def train(cls, questions: Iterable[str], vocab_size: int = 8192) -> "TextTokenizer":
+        """Learn WordPiece from a data set's questions.
+
+        Pieces that no training question uses are left out, so that no embedding stays untrained and an
+        unseen word is reported as unknown instead of being read as noise. Raises InputError without questions.
+        """
+        texts = list(questions)
+        if not texts:
+            raise InputError("a tokenizer cannot be trained on no questions at all")
+        learner = _bert_like(models.WordPiece(unk_token=UNKNOWN))
+        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=_SPECIAL, show_progress=False)
+        learner.train_from_iterator(texts, trainer)
+        used = {t for text in set(texts) for t in learner.encode(text, add_special_tokens=False).tokens}
+        pieces = [*_SPECIAL, *sorted(used - set(_SPECIAL))]
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        return cls(_with_ends(_bert_like(models.WordPiece(vocab, unk_token=UNKNOWN))))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "TextTokenizer":
+        """Load a `tokenizer.json` of the `tokenizers` library, or a BERT `vocab.txt` (one piece a line).
+
+        Raises InputError for a missing or unreadable file.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise InputError(f"{path}: no such tokenizer file")
+        if path.suffix == ".json":
+            try:
+                return cls(Tokenizer.from_file(str(path)))
+            except InputError:
+                raise
+            except Exception as error:  # the library raises bare Exception
+                raise InputError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+        try:
+            pieces = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not a vocabulary in UTF-8 text ({error})") from error
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        if missing := [token for token in _SPECIAL if token not in vocab]:
+            raise InputError(f"{path}: the vocabulary lacks {', '.join(missing)}; expected a BERT vocab.txt")
+        return cls(_with_ends(_bert_like(models.WordPiece(vocab, unk_token=UNKNOWN))))
+
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`."""
+        text = self._backend.to_str(pretty=True)
+        write_atomically(path, lambda file: file.write(text.encode()))
+
+    def __len__(self) -> int:
+        """Size of the vocabulary."""
+        return self._backend.get_vocab_size()
+
+    def __call__(self, questions: Sequence[str], max_tokens: int) -> EncodedQuestions:
+        """Encode questions; the batch is as long as its longest.
+
+        Raises InputError for an empty question, or one of more than `max_tokens` tokens.
+        """
+        for number, question in enumerate(questions, start=1):
+            if not isinstance(question, str) or not question.strip():
+                raise InputError(f"question {number} is empty; ask something")
+        encodings = self._backend.encode_batch(list(questions))
+        for number, (question, encoding) in enumerate(zip(questions, encodings, strict=True), start=1):
+            if len(encoding.ids) > max_tokens:
+                raise InputError(
+                    f"question {number} ({question[:40].strip()}…) has {len(encoding.ids)} tokens,"
+                    f" this model reads at most {max_tokens}; shorten it"
+                )
+        longest = max((len(e.ids) for e in encodings), default=0)
+        ids = torch.full((len(encodings), longest), self.pad_id)
+        for row, encoding in zip(ids, encodings, strict=True):
+            row[: len(encoding.ids)] = torch.tensor(encoding.ids)
+        lengths = torch.tensor([len(e.ids) for e in encodings])
+        words = tuple(_words(question, e) for question, e in zip(questions, encodings, strict=True))
+        unknown = tuple(
+            tuple(word.text for word in of_one if any(e.ids[t] == self.unknown_id for t in word.tokens))
+            for of_one, e in zip(words, encodings, strict=True)
+        )
+        return EncodedQuestions(ids, torch.arange(longest) < lengths[:, None], words, unknown)
+
+
+def _bert_like(model: models.Model) -> Tokenizer:
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _with_ends(backend: Tokenizer) -> Tokenizer:
+    ends = [(token, backend.token_to_id(token)) for token in (FIRST, LAST)]
+    backend.post_processor = processors.TemplateProcessing(single=f"{FIRST} $A {LAST}", special_tokens=ends)
+    return backend
+
+
+def _words(question: str, encoding: Encoding) -> tuple[Word, ...]:
+    """Join sub-tokens to the words they came from, spelled as in the question."""
+    places: dict[int, list[int]] = {}
+    for token, word in enumerate(encoding.word_ids):
+        if word is not None:
+            places.setdefault(word, []).append(token)
+    offsets = encoding.offsets
+    return tuple(
+        Word(question[offsets[tokens[0]][0] : offsets[tokens[-1]][1]], tuple(tokens)) for tokens in places.values()
+    )

@@ -1,0 +1,274 @@
+"""`fit`: one function that trains any RegardModule on any data module, and can be killed at any time.
+
+It builds the Lightning Trainer out of our parts and leaves nothing global behind. The data module owes it
+`train_batches`, a `TrainBatches` made in `setup("fit")` with the trainer's rank and world size, and must
+use it as the `batch_sampler` of its training loader.
+"""
+
+import difflib
+import errno
+import inspect
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from regard.train.checkpoints import KEY, AtomicFiles, Checkpoints, load
+from regard.train.interrupt import Interrupted, Interrupts
+from regard.train.logs import MetricsTable
+from regard.train.module import RegardModule
+from regard.train.progress import progress_callbacks, quiet_lightning
+from regard.train.randomness import StepRandomness
+from regard.train.steps import batches_per_epoch, steps_per_epoch, total_steps
+from regard.vit.errors import InputError
+from regard.vit.files import write_atomically
+
+_OURS = {
+    "max_epochs": "set the number of epochs with --epochs",
+    "default_root_dir": "set the folder with --out",
+    "logger": "logs are written to the logs folder of --out",
+    "enable_checkpointing": "checkpoints are always written",
+    "num_sanity_val_steps": "a check before training would change the state that a resume relies on",
+    "use_distributed_sampler": "the samplers know their ranks already",
+    "gradient_clip_val": "set clip_norm of the module",
+    "gradient_clip_algorithm": "gradients are clipped by their norm",
+    "max_steps": "a run is measured in epochs",
+    "min_steps": "a run is measured in epochs",
+    "max_time": "send SIGTERM when the time is over; the run saves and stops",
+    "val_check_interval": "validation runs after whole epochs; see check_val_every_n_epoch",
+    "overfit_batches": "it replaces the samplers; use limit_train_batches",
+    "fast_dev_run": "it writes no checkpoint; use limit_train_batches and limit_val_batches",
+    "reload_dataloaders_every_n_epochs": "the resumed position would be lost",
+    "barebones": "it writes no checkpoint",
+}
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a run left behind: files, the best value of the monitored score, and how far it went."""
+
+    best: Path | None
+    last: Path
+    best_score: float | None
+    epochs_done: int
+    steps: int
+    seconds: float
+
+
+def fit(
+    module: RegardModule,
+    data: LightningDataModule,
+    *,
+    out: str | Path,
+    epochs: int,
+    seed: int,
+    monitor: str = "val/accuracy",
+    mode: str = "max",
+    resume: bool = False,
+    save_every_steps: int | None = None,
+    trainer: dict[str, Any] | None = None,
+) -> FitResult:
+    """Train to `epochs` epochs in the folder `out`: `checkpoints/{best,last}.ckpt`, `logs/metrics.csv`,
+    TensorBoard.
+
+    `last.ckpt` is written after each epoch's validation and after every `save_every_steps` optimizer steps,
+    `best.ckpt` when `monitor` improves. `resume=True` goes on from `last.ckpt`; on a CPU with the same
+    settings the end is bit-equal to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer
+    by name.
+
+    Raises InputError for what the user can mend, NonFiniteError when the loss or gradient is NaN, and
+    Interrupted after Ctrl-C or SIGTERM, with `last.ckpt` saved.
+    """
+    began = time.monotonic()
+    out = Path(out)
+    last = out / "checkpoints" / "last.ckpt"
+    _check_arguments(trainer or {})
+    position = _resumed_position(last) if resume else None
+    if position is not None and position["epoch"] >= epochs:
+        return _finished(module, last, position, epochs, began)
+
+    random_state = torch.get_rng_state()
+    try:
+        with quiet_lightning(), Interrupts() as interrupts:
+            built, checkpoints = _build(
+                out, trainer or {}, interrupts, position, epochs, seed, monitor, mode, save_every_steps
+            )
+            if built.is_global_zero:
+                _claim(out, resume)
+            module.train()
+            _run(built, module, data, last if resume else None)
+    except OSError as error:
+        if error.errno not in _FULL_DISK:
+            raise
+        raise InputError(
+            f"cannot write below {out}: {error.strerror}; the checkpoint before is whole; make room, then pass --resume"
+        ) from error
+    finally:
+        torch.set_rng_state(random_state)
+    return FitResult(
+        best=checkpoints.best if checkpoints.best_score is not None else None,
+        last=checkpoints.last,
+        best_score=checkpoints.best_score,
+        epochs_done=checkpoints.epochs_done,
+        steps=built.global_step,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _build(
+    out: Path,
+    arguments: dict[str, Any],
+    interrupts: Interrupts,
+    position: dict[str, Any] | None,
+    epochs: int,
+    seed: int,
+    monitor: str,
+    mode: str,
+    save_every_steps: int | None,
+) -> tuple[Trainer, Checkpoints]:
+    step = None if position is None else position["step"]
+    checkpoints = Checkpoints(
+        out / "checkpoints",
+        monitor=monitor,
+        mode=mode,
+        save_every_steps=save_every_steps,
+        settings=lambda trainer: _settings(trainer, seed),
+        interrupts=interrupts,
+    )
+    arguments = {"precision": _precision(arguments), "enable_model_summary": False, **arguments}
+    plugins = arguments.pop("plugins", None)
+    progress = progress_callbacks() if arguments.pop("enable_progress_bar", True) else []
+    randomness = StepRandomness(seed)
+    spacing = _LogSpacing(arguments.get("log_every_n_steps"))
+    callbacks = [*progress, *_as_list(arguments.pop("callbacks", None)), randomness, spacing, checkpoints]
+    trainer = Trainer(
+        **arguments,
+        callbacks=callbacks,
+        plugins=[*_as_list(plugins), AtomicFiles()],
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+        max_epochs=epochs,
+        default_root_dir=out,
+        logger=[
+            MetricsTable(out / "logs" / "metrics.csv", step),
+            TensorBoardLogger(out, name="logs", version="", default_hp_metric=False, purge_step=step),
+        ],
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+    return trainer, checkpoints
+
+
+def _run(trainer: Trainer, module: RegardModule, data: LightningDataModule, checkpoint: Path | None) -> None:
+    # Signals are agreed on by Interrupts; Lightning's own agreement would wait for the device on every batch.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except BaseException as error:
+        # Ranks that the launcher started would wait in a collective for the one that failed.
+        graceful = isinstance(error, Interrupted) and not error.at_once
+        kill = getattr(trainer.strategy.launcher, "kill", None)
+        if kill is not None and not graceful:
+            kill(signal.SIGKILL)
+        raise
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    known = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    for name in arguments:
+        if name in _OURS:
+            raise InputError(f"trainer.{name} cannot be set: {_OURS[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known - set(_OURS), n=1)
+            hint = f"; did you mean trainer.{near[0]}?" if near else ""
+            raise InputError(f"Lightning's Trainer has no argument {name!r}{hint}")
+
+
+def _precision(arguments: dict[str, Any]) -> str:
+    accelerator = arguments.get("accelerator", "auto")
+    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+
+
+def _settings(trainer: Trainer, seed: int) -> dict[str, Any]:
+    data = trainer.datamodule.train_batches
+    return {
+        "seed": seed,
+        "training samples": data.size,
+        "batch size": data.batch_size,
+        "devices": trainer.world_size,
+        "batches per epoch": batches_per_epoch(trainer),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+
+
+def _resumed_position(last: Path) -> dict[str, Any]:
+    if not last.exists():
+        raise InputError(
+            f"nothing to resume: there is no {last}; leave --resume out to start a run, or check --out"
+        )
+    checkpoint = load(last)
+    if KEY not in checkpoint:
+        raise InputError(f"{last} was not written by regard train; it cannot be resumed")
+    return checkpoint[KEY]
+
+
+def _claim(out: Path, resume: bool) -> None:
+    checkpoints = out / "checkpoints"
+    if not resume and any(checkpoints.glob("*.ckpt")):
+        raise InputError(f"{out} already holds a run; pass --resume to go on with it, or another --out")
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        (out / "logs").mkdir(exist_ok=True)
+        probe = checkpoints / ".probe"
+        write_atomically(probe, lambda file: file.write(b"probe"))
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write in {out}: {error.strerror}; choose another --out") from error
+    # What a killed run was writing when it died.
+    for leftover in checkpoints.glob(".*.part"):
+        leftover.unlink(missing_ok=True)
+
+
+def _finished(
+    module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float
+) -> FitResult:
+    module.on_load_checkpoint(checkpoint := load(last))
+    module.load_state_dict(checkpoint["state_dict"])
+    print(
+        f"{last.parent.parent} is finished: {position['epoch']} of {epochs} epochs are done; nothing to train",
+        file=sys.stderr,
+        flush=True,
+    )
+    best, score = last.with_name("best.ckpt"), position["best_score"]
+    return FitResult(
+        best=best if score is not None else None,
+        last=last,
+        best_score=score,
+        epochs_done=position["epoch"],
+        steps=position["step"],
+        seconds=time.monotonic() - began,
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class _LogSpacing(Callback):
+    """Logs a step in fifty at most and a hundred rows at least, so that a short run has curves too."""
+
+    def __init__(self, asked: int | None) -> None:
+        self.asked = asked
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if self.asked is None:
+            trainer.log_every_n_steps = max(1, min(50, total_steps(trainer) // 100, steps_per_epoch(trainer)))

@@ -1,0 +1,95 @@
+"""The practical parts around attention: MLP, residuals with LayerScale and stochastic depth, the block."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.vit.attention import Attention, Rotary
+from regard.vit.config import ViTConfig
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), the approximation OpenAI's CLIP was trained with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "quick_gelu": QuickGELU,
+}
+
+
+class Mlp(nn.Module):
+    """Two linear layers around an activation, `(…, D) -> (…, D)`; `swiglu` gates the inner layer with a third."""
+
+    def __init__(self, dim: int, hidden_dim: int, activation: str = "gelu"):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.gate = nn.Linear(dim, hidden_dim) if activation == "swiglu" else None
+        self.act = nn.Identity() if activation == "swiglu" else _ACTIVATIONS[activation]()
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.fc1(x)) if self.gate is None else F.silu(self.gate(x)) * self.fc1(x)
+        return self.fc2(inner)
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel on a residual branch (Touvron et al., 2021, arXiv:2103.17239)."""
+
+    def __init__(self, dim: int, initial: float):
+        super().__init__()
+        self.initial = initial
+        self.gamma = nn.Parameter(torch.full((dim,), initial))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, drop the residual branch of a sample with probability `rate`."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        keep = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1 - self.rate)
+        return x * keep / (1 - self.rate)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block, `(B, N, D) -> (B, N, D)`."""
+
+    def __init__(self, config: ViTConfig, drop_path: float):
+        super().__init__()
+        dim, eps = config.dim, config.norm_eps
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = Attention(
+            dim,
+            config.heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            qk_norm=config.qk_norm,
+            norm_eps=eps,
+        )
+        self.norm2 = nn.LayerNorm(dim, eps=eps)
+        self.mlp = Mlp(dim, config.hidden_dim or 4 * dim, config.activation)
+        scaled = config.layer_scale is not None
+        self.scale1 = LayerScale(dim, config.layer_scale or 0.0) if scaled else nn.Identity()
+        self.scale2 = LayerScale(dim, config.layer_scale or 0.0) if scaled else nn.Identity()
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        x = x + self.drop_path(self.scale1(self.attn(self.norm1(x), rotary=rotary)))
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))

@@ -1,0 +1,162 @@
+"""`ViTConfig`, all that a ViT's numbers depend on besides its weights, and the presets by name."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from regard.vit.errors import InputError
+from regard.vit.preprocess import Preprocess
+
+Positions = Literal["learned", "sincos", "rope", "none"]
+PositionRows = Literal["patches", "cls+patches", "cls+registers+patches"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"]
+Pooling = Literal["cls", "mean", "cls+mean", "map"]
+SizePolicy = Literal["resize", "crop", "pad", "error"]
+RegistersPlace = Literal["after_cls", "end"]
+
+
+@dataclass(frozen=True)
+class PositionResize:
+    """How a learned position table is resampled to another grid.
+
+    `offset` is DINO's: the scale factor is (new + offset) / old instead of the plain ratio of sizes.
+    """
+
+    mode: Literal["bicubic", "bilinear"] = "bicubic"
+    antialias: bool = True
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """A vision transformer (Dosovitskiy et al., 2021, arXiv:2010.11929), with registers (Darcet et al., 2024).
+
+    Attributes:
+        image_size: native (height, width) in pixels; any other size works too.
+        patch_size: side of a square patch in pixels.
+        channels: colour channels of the input.
+        dim: width D of a token.
+        depth: number of blocks L.
+        heads: attention heads H.
+        head_dim: width K of a head; None means dim // heads.
+        hidden_dim: inner width of the MLP; None means 4 * dim.
+        class_token: whether a class token leads the sequence.
+        registers: number of blank register tokens R.
+        registers_place: `after_cls` (before the patches) or `end`.
+        positions: `learned` table, fixed `sincos`, `rope` on queries and keys, or `none`.
+        position_rows: which tokens a learned table has rows for.
+        position_resize: how a learned table is resampled to another grid.
+        rope_base: longest period of rope.
+        activation: `gelu`, `gelu_tanh`, `quick_gelu`, or the gated `swiglu`.
+        norm_eps: eps of every LayerNorm.
+        qkv_bias: biases on the query, key and value projections.
+        qk_norm: LayerNorm on each head's queries and keys.
+        layer_scale: initial LayerScale (Touvron et al., 2021), None for none.
+        drop_path: stochastic depth rate of the last block; earlier blocks get less, linearly.
+        pre_norm: a LayerNorm before the first block, as CLIP has.
+        pooling: `cls`, `mean` of patches, `cls+mean` side by side, or `map` (a learned query asks the patches).
+        size_policy: what to do with sizes that the patch does not divide: `resize` to the nearest multiple,
+            `crop` or `pad` bottom and right, or `error`.
+        preprocess: how an image becomes the tensor this model expects.
+    """
+
+    image_size: tuple[int, int] = (224, 224)
+    patch_size: int = 16
+    channels: int = 3
+    dim: int = 384
+    depth: int = 12
+    heads: int = 6
+    head_dim: int | None = None
+    hidden_dim: int | None = None
+    class_token: bool = True
+    registers: int = 0
+    registers_place: RegistersPlace = "after_cls"
+    positions: Positions = "learned"
+    position_rows: PositionRows = "patches"
+    position_resize: PositionResize = PositionResize()
+    rope_base: float = 100.0
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-6
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    layer_scale: float | None = None
+    drop_path: float = 0.0
+    pre_norm: bool = False
+    pooling: Pooling = "cls"
+    size_policy: SizePolicy = "resize"
+    preprocess: Preprocess = field(default_factory=Preprocess)
+
+    def __post_init__(self) -> None:
+        _check_choices(
+            self,
+            positions=Positions,
+            position_rows=PositionRows,
+            registers_place=RegistersPlace,
+            activation=Activation,
+            pooling=Pooling,
+            size_policy=SizePolicy,
+        )
+        for name in ("patch_size", "channels", "dim", "depth", "heads"):
+            if getattr(self, name) < 1:
+                raise InputError(f"ViTConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.registers < 0:
+            raise InputError(f"ViTConfig.registers is {self.registers}; it must be 0 or more")
+        if not 0.0 <= self.drop_path < 1.0:
+            raise InputError(f"ViTConfig.drop_path is {self.drop_path}; it must lie in [0, 1)")
+        if self.head_dim is None and self.dim % self.heads:
+            raise InputError(f"ViTConfig.dim {self.dim} is no multiple of heads {self.heads}; set head_dim")
+        if min(self.image_size) < self.patch_size:
+            raise InputError(f"ViTConfig.image_size {self.image_size} is smaller than patch_size {self.patch_size}")
+        if "cls" in self.pooling and not self.class_token:
+            raise InputError(f"ViTConfig.pooling {self.pooling!r} needs class_token=True; use 'mean' or 'map'")
+        if self.positions == "sincos" and self.dim % 4:
+            raise InputError(f"ViTConfig.dim {self.dim} must be a multiple of 4 for sincos positions")
+        if self.positions == "rope" and self.width_of_head % 4:
+            raise InputError(f"head width {self.width_of_head} must be a multiple of 4 for rope positions")
+
+    @property
+    def width_of_head(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Native (grid height, grid width) in patches."""
+        return self.image_size[0] // self.patch_size, self.image_size[1] // self.patch_size
+
+
+# width, depth, heads, MLP width: ViT-Ti/S/B/L as in DeiT and the ViT paper, so400m (Alabdulmohsin et al., 2023,
+# arXiv:2305.13035), g as in DINOv2.
+_SIZES: dict[str, dict[str, int]] = {
+    "tiny": dict(dim=192, depth=12, heads=3, hidden_dim=768),
+    "small": dict(dim=384, depth=12, heads=6, hidden_dim=1536),
+    "base": dict(dim=768, depth=12, heads=12, hidden_dim=3072),
+    "large": dict(dim=1024, depth=24, heads=16, hidden_dim=4096),
+    "so400m": dict(dim=1152, depth=27, heads=16, hidden_dim=4304),
+    "giant": dict(dim=1536, depth=40, heads=24, hidden_dim=6144),
+}
+PRESETS = tuple(_SIZES)
+PATCH_SIZES = (8, 14, 16, 32)
+
+
+def preset_config(name: str, **changes: Any) -> ViTConfig:
+    """The configuration of a size by name (`tiny` … `giant`), with any `ViTConfig` field changed.
+
+    A patch size of 14 brings a native size of 224 px as 8, 16 and 32 do. Raises InputError for an unknown name
+    or field.
+    """
+    if name not in _SIZES:
+        raise InputError(f"no ViT preset is called {name!r}; choose one of {', '.join(PRESETS)}")
+    known = {f.name for f in fields(ViTConfig)}
+    if unknown := sorted(set(changes) - known):
+        raise InputError(f"ViTConfig has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    changes = {**_SIZES[name], **changes}
+    if "image_size" in changes and "preprocess" not in changes:
+        changes["preprocess"] = replace(Preprocess(), size=changes["image_size"])
+    return ViTConfig(**changes)
+
+
+def _check_choices(config: ViTConfig, **choices: Any) -> None:
+    for name, allowed in choices.items():
+        if getattr(config, name) not in get_args(allowed):
+            raise InputError(
+                f"ViTConfig.{name} is {getattr(config, name)!r}; choose one of {', '.join(get_args(allowed))}"
+            )
