@@ -7,7 +7,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.crossattn.memory import Memory
-from regard.crossattn.text import TextConfig, TextEncoder
+from regard.crossattn.text import TextConfig, TextEncoder, check_choices
 from regard.crossattn.tokenizer import EncodedQuestions, TextTokenizer
 from regard.crossattn.words import WordMaps
 from regard.vit import checkpoint
@@ -47,8 +47,11 @@ class ImageQAConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"
 
     def __post_init__(self) -> None:
+        check_choices(self, "score")
         if not self.answers:
             raise InputError("ImageQAConfig.answers is empty; a model needs at least one answer to give")
+        if odd := [a for a in self.answers if not isinstance(a, str)]:
+            raise InputError(f"ImageQAConfig.answers holds {odd[0]!r}, which is no text")
         if len(set(self.answers)) < len(self.answers):
             twice = next(a for i, a in enumerate(self.answers) if a in self.answers[:i])
             raise InputError(f"ImageQAConfig.answers holds {twice!r} twice")
@@ -70,7 +73,7 @@ class Answer:
     text: str
     probability: float
     top: tuple[tuple[str, float], ...]
-    attention: WordMaps
+    attention: WordMaps = field(compare=False)
     question: str
     unknown: tuple[str, ...]
 
@@ -104,14 +107,19 @@ class ImageQA(nn.Module):
         """A new model of a named size with random weights; its tokenizer is learned from `questions`.
 
         `demo` reads 64 x 64 images and trains in minutes on a CPU. `vit` and `text` change any field of `ViTConfig`
-        and `TextConfig`. Raises InputError for an unknown preset or field.
+        and `TextConfig`; another `image_size` is preprocessed to, unless `preprocess` says otherwise.
+        Raises InputError for an unknown preset or field.
         """
         if name not in _PRESETS:
             raise InputError(f"no ImageQA preset is called {name!r}; choose one of {', '.join(_PRESETS)}")
-        sizes = _PRESETS[name]
+        if isinstance(answers, str):
+            raise InputError("answers is one text; give a list of answers")
+        sizes, vit = _PRESETS[name], dict(vit or {})
+        if "image_size" in vit:
+            vit.setdefault("preprocess", replace(sizes.vit.preprocess, size=vit["image_size"]))
         tokenizer = TextTokenizer.train(questions)
         config = ImageQAConfig(
-            vit=_changed(sizes.vit, vit or {}),
+            vit=_changed(sizes.vit, vit),
             text=_changed(replace(sizes.text, vocab_size=len(tokenizer)), text or {}),
             answers=tuple(answers),
             score=score,
@@ -125,8 +133,12 @@ class ImageQA(nn.Module):
         Raises InputError for anything missing, unused, renamed, of another shape, or pickled.
         """
         folder = checkpoint.find(source)
-        checkpoint.read_config(folder, ImageQAConfig)  # a wrong folder is better told by its passport
+        config = checkpoint.read_config(folder, ImageQAConfig)  # a wrong folder is better told by its passport
         tokenizer = TextTokenizer.from_file(folder / TOKENIZER)
+        if len(tokenizer) != config.text.vocab_size:
+            raise InputError(
+                f"{folder / TOKENIZER}: {len(tokenizer)} tokens, {checkpoint.CONFIG} says {config.text.vocab_size}"
+            )
         return checkpoint.load(folder, ImageQAConfig, lambda config: cls(config, tokenizer))
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -199,6 +211,8 @@ class ImageQA(nn.Module):
         questions for each image. Returns `Answer` in the same arrangement.
         Raises InputError for an empty or too long question, or lists that do not fit the number of images.
         """
+        if top < 1:
+            raise InputError(f"top is {top}; ask for at least the best answer")
         flat, of = _arrange(questions, len(memory))
         if not flat:
             return [] if not _nested(questions) else [[] for _ in questions]
@@ -245,7 +259,9 @@ class ImageQA(nn.Module):
                 (self.config.answers[i], p)
                 for p, i in zip(best.values[row].tolist(), best.indices[row].tolist(), strict=True)
             )
-            maps = WordMaps(encoded.words[row], [q[row : row + 1] for q in asked], memory[of[row]], attentions)
+            length = int(encoded.mask[row].sum())
+            queries = [q[row : row + 1, :, :length] for q in asked]
+            maps = WordMaps(encoded.words[row], queries, memory[of[row]], attentions)
             answers.append(Answer(*ranked[0], ranked, maps, question, encoded.unknown[row]))
         return answers
 
@@ -262,6 +278,8 @@ class ImageQA(nn.Module):
             pictures = list(pictures)
         elif not isinstance(pictures, (list, tuple)):
             pictures = [pictures]
+        if any(isinstance(p, (list, tuple)) for p in pictures):
+            raise InputError("look was given a list within a list; give one picture each, or None")
         weight = self.head.weight
         prepared = [
             p if p is None or (isinstance(p, Tensor) and p.is_floating_point()) else self.preprocess(p)[0]
@@ -273,12 +291,13 @@ class ImageQA(nn.Module):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        training = self.training
+        training = [module for module in self.modules() if module.training]
         self.eval()
         try:
             yield
         finally:
-            self.train(training)
+            for module in training:  # each by itself: a frozen part may stand in inference mode within a training model
+                module.training = True
 
 
 @dataclass(frozen=True)
@@ -323,6 +342,8 @@ def _nested(questions: Sequence[Any]) -> bool:
 
 def _arrange(questions: Any, images: int) -> tuple[list[str], list[int]]:
     """Questions in any accepted arrangement as a flat list and the image number of each."""
+    if not isinstance(questions, Sequence):
+        raise InputError(f"questions must be a text or a list, not {type(questions).__name__}")
     if isinstance(questions, str):
         questions = [questions]
     if not _nested(questions):

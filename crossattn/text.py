@@ -5,7 +5,7 @@ Q questions, T tokens, D width, H heads, K head width, B images, N image tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ class TextConfig:
     pooling: Literal["mean", "first"] = "mean"
 
     def __post_init__(self) -> None:
+        check_choices(self, "norm", "activation", "pooling")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"TextConfig.dropout is {self.dropout}; it must lie in [0, 1)")
         for name in ("vocab_size", "dim", "depth", "heads", "max_tokens", "cross_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"TextConfig.{name} is {getattr(self, name)}; it must be at least 1")
@@ -66,6 +69,17 @@ class TextConfig:
     def asks(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has cross-attention."""
         return (self.depth - 1 - layer) % self.cross_every == 0
+
+
+def check_choices(config: Any, *names: str) -> None:
+    """Raise InputError for a field whose value its `Literal` annotation does not list."""
+    kinds = get_type_hints(type(config))
+    for name in names:
+        if getattr(config, name) not in get_args(kinds[name]):
+            raise InputError(
+                f"{type(config).__name__}.{name} is {getattr(config, name)!r};"
+                f" choose one of {', '.join(get_args(kinds[name]))}"
+            )
 
 
 class TextLayer(nn.Module):

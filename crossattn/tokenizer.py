@@ -1,5 +1,6 @@
 """Questions to token ids and back to words, on the `tokenizers` library."""
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ class TextTokenizer:
         backend.no_truncation()
         self._backend = backend
         vocab = backend.get_vocab()
+        if max(vocab.values()) >= len(vocab):
+            raise InputError(f"{len(vocab)} pieces do not have the ids 0 to {len(vocab) - 1}; does one stand twice?")
         self.pad_id, self.unknown_id = vocab[PAD], vocab[UNKNOWN]
 
     @classmethod
@@ -60,6 +63,8 @@ class TextTokenizer:
         Pieces that no training question uses are left out, so that no embedding stays untrained and an
         unseen word is reported as unknown instead of being read as noise. Raises InputError without questions.
         """
+        if isinstance(questions, str):
+            raise InputError("a tokenizer is trained on a list of questions, not on one text")
         texts = list(questions)
         if not texts:
             raise InputError("a tokenizer cannot be trained on no questions at all")
@@ -80,21 +85,11 @@ class TextTokenizer:
         path = Path(path)
         if not path.is_file():
             raise InputError(f"{path}: no such tokenizer file")
-        if path.suffix == ".json":
-            try:
-                return cls(Tokenizer.from_file(str(path)))
-            except InputError:
-                raise
-            except Exception as error:  # the library raises bare Exception
-                raise InputError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+        backend = _read_json(path) if path.suffix == ".json" else _read_vocabulary(path)
         try:
-            pieces = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: not a vocabulary in UTF-8 text ({error})") from error
-        vocab = {piece: number for number, piece in enumerate(pieces)}
-        if missing := [token for token in _SPECIAL if token not in vocab]:
-            raise InputError(f"{path}: the vocabulary lacks {', '.join(missing)}; expected a BERT vocab.txt")
-        return cls(_with_ends(_bert_like(models.WordPiece(vocab, unk_token=UNKNOWN))))
+            return cls(backend)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
@@ -111,15 +106,19 @@ class TextTokenizer:
         Raises InputError for an empty question, or one of more than `max_tokens` tokens.
         """
         for number, question in enumerate(questions, start=1):
-            if not isinstance(question, str) or not question.strip():
-                raise InputError(f"question {number} is empty; ask something")
+            if not isinstance(question, str):
+                raise InputError(f"question {number} is no text but {type(question).__name__}")
+            if any("\ud800" <= character <= "\udfff" for character in question):
+                raise InputError(f"question {number} holds half a character (a lone surrogate); repair its encoding")
         encodings = self._backend.encode_batch(list(questions))
         for number, (question, encoding) in enumerate(zip(questions, encodings, strict=True), start=1):
             if len(encoding.ids) > max_tokens:
                 raise InputError(
-                    f"question {number} ({question[:40].strip()}…) has {len(encoding.ids)} tokens,"
+                    f"question {number} ({' '.join(question[:40].split())}…) has {len(encoding.ids)} tokens,"
                     f" this model reads at most {max_tokens}; shorten it"
                 )
+            if all(word is None for word in encoding.word_ids):  # nothing, blanks, or invisible characters
+                raise InputError(f"question {number} is empty; ask something")
         longest = max((len(e.ids) for e in encodings), default=0)
         ids = torch.full((len(encodings), longest), self.pad_id)
         for row, encoding in zip(ids, encodings, strict=True):
@@ -131,6 +130,27 @@ class TextTokenizer:
             for of_one, e in zip(words, encodings, strict=True)
         )
         return EncodedQuestions(ids, torch.arange(longest) < lengths[:, None], words, unknown)
+
+
+def _read_json(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+
+
+def _read_vocabulary(path: Path) -> Tokenizer:
+    try:  # not splitlines: a piece may be one of Unicode's other line separators
+        pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a vocabulary in UTF-8 text ({error})") from error
+    vocab: dict[str, int] = {}
+    for number, piece in enumerate(pieces):
+        if vocab.setdefault(piece, number) != number:
+            raise InputError(f"{path}: line {number + 1} repeats {piece!r} of line {vocab[piece] + 1}")
+    if missing := [token for token in _SPECIAL if token not in vocab]:
+        raise InputError(f"{path}: the vocabulary lacks {', '.join(missing)}; expected a BERT vocab.txt")
+    return _with_ends(_bert_like(models.WordPiece(vocab, unk_token=UNKNOWN)))
 
 
 def _bert_like(model: models.Model) -> Tokenizer:
@@ -154,6 +174,10 @@ def _words(question: str, encoding: Encoding) -> tuple[Word, ...]:
         if word is not None:
             places.setdefault(word, []).append(token)
     offsets = encoding.offsets
-    return tuple(
-        Word(question[offsets[tokens[0]][0] : offsets[tokens[-1]][1]], tuple(tokens)) for tokens in places.values()
-    )
+    words = []
+    for tokens in places.values():
+        start, end = offsets[tokens[0]][0], offsets[tokens[-1]][1]
+        while end < len(question) and unicodedata.combining(question[end]):
+            end += 1  # an accent typed as a character of its own, which lower-casing strips
+        words.append(Word(question[start:end], tuple(tokens)))
+    return tuple(words)

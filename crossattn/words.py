@@ -22,6 +22,7 @@ Layer = int | Literal["mean"]
 class WordMaps(Mapping[str, Tensor]):
     """A mapping from each word of a question to its map `(grid height, grid width)`, averaged over heads and layers.
 
+    `asked` are the queries `(1, H, T, K)` of each asking layer, without padding; `memory` holds the one image.
     A word that stands twice gives the mean of its places; `map(i)` gives the i-th word alone.
     """
 
@@ -43,6 +44,9 @@ class WordMaps(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(set(self.words))
+
+    def __contains__(self, word: object) -> bool:
+        return word in self.words
 
     def map(self, word: str | int, layer: Layer = "mean", head: int | Literal["mean"] = "mean") -> Tensor:
         """The share of attention on each patch, `(grid height, grid width)`, non-negative.
@@ -73,17 +77,20 @@ class WordMaps(Mapping[str, Tensor]):
 
     @torch.inference_mode()
     def rows(self) -> Tensor:
-        """Every row at once: `(L, H, T, N)`, N in the order class token, registers, patches.
+        """Every row at once: `(L, H, T, N)`, T with the special tokens, N in the order class token, registers, patches.
 
         Raises InputError where the question was asked without an image.
         """
-        if self._memory.grids[0] is None:
+        grid = self._memory.grids[0]
+        if grid is None:
             raise InputError("this question was asked without an image; there is no map")
         if self._rows is None:
             visible = self._memory.visible
             mask = None if visible is None else visible[:, None, None, :]
             layers = zip(self._attentions, self._asked, self._memory.layers, strict=True)
-            self._rows = torch.cat([checked_rows(attn, q, kv, mask) for attn, q, kv in layers])
+            rows = torch.cat([checked_rows(attn, q, kv, mask) for attn, q, kv in layers])
+            # Beyond lies what a larger image of the same batch made necessary: padding, with rows of exactly 0.
+            self._rows = rows[..., : self._memory.cls + self._memory.registers + grid[0] * grid[1]]
         return self._rows
 
     def _row(self, word: str | int, layer: Layer, head: int | Literal["mean"]) -> Tensor:

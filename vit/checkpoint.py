@@ -30,13 +30,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def find(source: str | Path) -> Path:
-    """The folder of a saved model: a local one, or a hub repository `owner/name`, fetched once and cached.
+    """The folder of a saved model: a local one, a training run, or a hub repository `owner/name`, fetched once.
 
     Raises InputError naming what was looked for.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
-        return folder
+        run = folder / "model"  # a training run keeps its model there
+        return run if not (folder / CONFIG).exists() and (run / CONFIG).exists() else folder
     if folder.is_file():
         raise InputError(f"{folder}: a model is a folder with {CONFIG} and {WEIGHTS}, not a file{_pickle_note(folder)}")
     name = str(source)
@@ -204,6 +205,10 @@ def from_json(values: Any, kind: Any, where: str) -> Any:
         if len(kinds) != len(values):
             raise InputError(f"{where}: expected {len(kinds)} values, found {len(values)}")
         return tuple(from_json(v, k, where) for v, k in zip(values, kinds, strict=True))
+    if origin is dict:
+        if not isinstance(values, dict):
+            raise InputError(f"{where}: expected a mapping, found {values!r}")
+        return values
     if origin is typing.Literal:
         if values not in arguments:
             raise InputError(f"{where}: {values!r} is none of {', '.join(map(str, arguments))}")

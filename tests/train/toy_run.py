@@ -1,10 +1,13 @@
 """A tiny training run for the tests, also as its own process: `python toy_run.py '{"out": ...}'` in JSON.
 
-An MLP with dropout learns 40 points; 13 more are for validation, a number that 2 does not divide. The result goes to
-`report` as JSON. `kill` names a moment at which the process kills itself, e.g. ["batch", epoch, batch].
+An MLP with dropout learns 40 points; 13 more are for validation, a number that 2 does not divide.
+The result goes to `report` as JSON. `kill` names a moment at which the process sends itself `signum`,
+e.g. ["batch", epoch, batch].
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
@@ -145,9 +148,11 @@ def run(
     workers: int = 0,
     module: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, and return what can be compared: weights, score, files, batches seen; or the error."""
+    """Train, and return what can be compared: weights, score, steps, batches seen; or the error."""
+    os.environ.update(environment or {})
     torch.set_num_threads(1)
     net = Module(**(module or {}))
     arguments: dict[str, Any] = {
@@ -159,15 +164,19 @@ def run(
         **(trainer or {}),
     }
     result: dict[str, Any] = {}
-    try:
-        data = Data(batch_size, poison, workers)
-        done = fit(net, data, out=out, epochs=epochs, seed=SEED, trainer=arguments, **options)
-        result.update(score=done.best_score, epochs=done.epochs_done, steps=done.steps)
-    except InputError as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-    except Interrupted as error:
-        result.update(error=f"{error}", exit_code=error.exit_code)
-    result.update(weights=digest(net.net.state_dict()), seen=net.seen)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            data = Data(batch_size, poison, workers)
+            done = fit(net, data, out=out, epochs=epochs, seed=SEED, trainer=arguments, **options)
+            result.update(score=done.best_score, epochs=done.epochs_done, steps=done.steps)
+        except InputError as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+        except Interrupted as error:
+            result.update(error=f"{error}", exit_code=error.exit_code)
+    result["stderr"] = said.getvalue()
+    weights = net.net.state_dict()
+    flat = torch.cat([value.flatten() for value in weights.values()]).tolist()
+    result.update(weights=digest(weights), flat=flat, seen=net.seen)
     if report is not None:
         Path(report).write_text(json.dumps(result))
     return result

@@ -1,0 +1,162 @@
+"""The `regard` command: each verb is a function; its flags are the function's arguments.
+
+A user's mistake is one line on stderr and exit code 2; Ctrl-C is 130, SIGTERM 143; a traceback is a bug.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+import regard
+
+_VERBS = """verbs:
+  demo                 train on easy-VQA, ask, draw: the main job in minutes on a CPU
+  ask IMAGE QUESTION…  answers with probabilities, and a map for every word
+  look IMAGE           where the class token of a ViT looks, head by head
+  train answer         train a model that answers questions about images
+  evaluate answer      score a model on a question set
+  doctor               what is installed, and what this machine can do
+
+`regard VERB --help` tells the flags of a verb."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: regard VERB …\n\n{regard.__doc__.split(chr(10))[0]}\n\n{_VERBS}")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"regard {regard.__version__}")
+        return 0
+    for verb, (build, run) in _COMMANDS.items():
+        if arguments[: len(verb)] == list(verb):
+            return _guarded(lambda: run(_parse(build(verb), verb, arguments)))  # noqa: B023: called at once
+    typed = " ".join(arguments[:2])
+    return _fail(f"there is no verb {typed!r}; choose one of {', '.join(' '.join(verb) for verb in _COMMANDS)}")
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    from regard.vit.errors import InputError
+
+    try:
+        return command()
+    except InputError as error:
+        return _fail(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BaseException as error:
+        code = getattr(error, "exit_code", None)  # train's Interrupted, without importing Lightning to name it
+        if code is None:
+            raise
+        print(error, file=sys.stderr)
+        return code
+
+
+def _fail(message: str) -> int:
+    print(f"regard: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+class _Parser(ArgumentParser):
+    """One line for a wrong flag, as for every other mistake."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        print(f"regard: error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser(verb: tuple[str, ...], description: str) -> ArgumentParser:
+    text = description.strip().split("\n")[0]
+    return _Parser(prog=f"regard {' '.join(verb)}", description=text, allow_abbrev=False)
+
+
+def _parse(parser: ArgumentParser, verb: tuple[str, ...], arguments: list[str]) -> dict[str, Any]:
+    # Only what was typed: the functions hold their own defaults, and a resumed run the settings it was started with.
+    return parser.parse_args(arguments[len(verb) :], defaults=False).as_dict()
+
+
+def _with_json(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _show(result: Any, as_json: bool) -> int:
+    print(json.dumps(result.as_dict()) if as_json else result)
+    return 0
+
+
+def _function(verb: tuple[str, ...], function: Callable[..., Any], *positional: str) -> ArgumentParser:
+    """A parser from a function's signature and docstring."""
+    parser = _parser(verb, function.__doc__ or "")
+    for name in positional:
+        nargs: dict[str, Any] = {"nargs": "+"} if name.endswith("s") else {}
+        parser.add_argument(name, type=str, **nargs)
+    parser.add_function_arguments(function, skip=set(positional))
+    return _with_json(parser)
+
+
+def _ask(verb: tuple[str, ...]) -> ArgumentParser:
+    return _function(verb, regard.ask, "image", "questions")
+
+
+def _look(verb: tuple[str, ...]) -> ArgumentParser:
+    return _function(verb, regard.look, "image")
+
+
+def _evaluate(verb: tuple[str, ...]) -> ArgumentParser:
+    return _function(verb, regard.evaluate_answer)
+
+
+def _demo(verb: tuple[str, ...]) -> ArgumentParser:
+    return _function(verb, regard.demo)
+
+
+def _doctor(verb: tuple[str, ...]) -> ArgumentParser:
+    return _function(verb, regard.doctor)
+
+
+def _train(verb: tuple[str, ...]) -> ArgumentParser:
+    from regard.train.recipe import AnswerRecipe, names
+
+    parser = _parser(verb, "Train a model that answers questions about images.")
+    parser.add_argument("--recipe", type=str, help=f"one of {', '.join(names())}, or a YAML file (default: easy_vqa)")
+    parser.add_argument("--out", type=str, help="folder of the run (default: runs/answer)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_class_arguments(AnswerRecipe)
+    return _with_json(parser)
+
+
+def _run_train(given: dict[str, Any]) -> int:
+    as_json = given.pop("json", False)
+    return _show(regard.train_answer(given.pop("recipe", None), **given), as_json)
+
+
+def _run(function: str) -> Callable[[dict[str, Any]], int]:
+    def run(given: dict[str, Any]) -> int:
+        as_json = given.pop("json", False)
+        return _show(getattr(regard, function)(**given), as_json)
+
+    return run
+
+
+def _run_doctor(given: dict[str, Any]) -> int:
+    diagnosis = regard.doctor()
+    return _show(diagnosis, given.get("json", False)) or int(bool(diagnosis.missing))
+
+
+_COMMANDS: dict[tuple[str, ...], tuple[Callable[..., ArgumentParser], Callable[[dict[str, Any]], int]]] = {
+    ("demo",): (_demo, _run("demo")),
+    ("ask",): (_ask, _run("ask")),
+    ("look",): (_look, _run("look")),
+    ("train", "answer"): (_train, _run_train),
+    ("evaluate", "answer"): (_evaluate, _run("evaluate_answer")),
+    ("doctor",): (_doctor, _run_doctor),
+}

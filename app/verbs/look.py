@@ -1,0 +1,79 @@
+"""`regard look`: where the class token of a ViT looks, head by head."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard import figures
+from regard.datasets import open_image
+from regard.models import DEMO, open_vit
+from regard.vit import AttentionRows, attention_rows
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What `look` found: the class token's rows in one layer, and the PNG with a panel per head."""
+
+    image: Path
+    model: str
+    layer: int
+    rows: AttentionRows
+    picture: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a program to read: per head the map, and the mass on the class token and registers."""
+        rows = self.rows
+        heads = range(rows.patches.shape[2])
+        return {
+            "image": str(self.image),
+            "model": self.model,
+            "layer": self.layer,
+            "picture": str(self.picture),
+            "heads": [
+                {
+                    "map": rows.patches[0, 0, h, 0].tolist(),
+                    "cls": None if rows.cls is None else rows.cls[0, 0, h, 0].item(),
+                    "registers": rows.registers[0, 0, h, 0].tolist(),
+                }
+                for h in heads
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"layer {self.layer}, class token, {self.rows.patches.shape[2]} heads"]
+        for h, head in enumerate(self.as_dict()["heads"]):
+            share = sum(map(sum, head["map"]))
+            lines.append(
+                f"  head {h}: patches {share:.1%}, class token {head['cls'] or 0.0:.1%}, registers {sum(head['registers']):.1%}"
+            )
+        return "\n".join([*lines, f"maps: {self.picture}"])
+
+
+@torch.inference_mode()
+def look(
+    image: str | Path, *, model: str = DEMO, layer: int = -1, out: Path | None = None, device: str = "auto"
+) -> Looked:
+    """Draw where the class token looks in a picture, one panel per head.
+
+    Args:
+        image: picture file.
+        model: folder of a ViT or an ImageQA, run folder, or hub name; default: what `regard demo` trained.
+        layer: layer counted from 0, or from the end if negative.
+        out: PNG; default: IMAGE-look.png in the current folder.
+        device: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        InputError: an unreadable picture or model, a layer that does not exist, an unwritable place.
+    """
+    image = Path(image)
+    picture = open_image(image)
+    vit = open_vit(model, device)
+    (number,) = vit.layer_numbers(layer)
+    images = vit.preprocess(picture).to(next(vit.parameters()).device)
+    rows = attention_rows(vit, images, "cls", number)
+    path = Path(f"{image.stem}-look.png") if out is None else out
+    title = f"{image.name}\nlayer {number}, class token"
+    saved = figures.save(figures.head_figure(picture, vit.preprocess, rows, title), path)
+    return Looked(image, model, number, rows, saved)

@@ -1,0 +1,179 @@
+"""The task `answer`: train an ImageQA to answer questions about images from a closed list."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from regard.crossattn import ImageQA
+from regard.datasets import load_questions, require_coverage, vocabulary
+from regard.train.checkpoints import load
+from regard.train.loop import FitResult, fit
+from regard.train.module import RegardModule
+from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
+from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
+from regard.vit.errors import InputError
+
+MODEL, RECIPE = "model", "recipe.yaml"
+
+
+class AnswerModule(RegardModule):
+    """Cross-entropy (softmax) or binary cross-entropy (sigmoid) on the shares of the answers."""
+
+    def __init__(self, model: ImageQA, **optimization: Any):
+        super().__init__(**optimization)
+        self.model = model
+        self.accuracy, self.loss = MeanMetric(), MeanMetric()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Scores `(Q, A)`; each picture is encoded once, however many questions it has."""
+        memory = self.model.remember(self.model.preprocess.normalize(batch.pixels))
+        return self.model.logits(memory, batch.ids, batch.mask, batch.of)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = answer_loss(self.logits(batch), batch.targets, self.model.config.score).mean()
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.of))
+        return self.check_finite(loss, batch.image_ids)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits = self.logits(batch)
+        weight = batch.counts.float()
+        self.accuracy.update(is_right(logits, batch.targets).float(), weight)
+        self.loss.update(answer_loss(logits, batch.targets, self.model.config.score), weight)
+        self.log("val/accuracy", self.accuracy, prog_bar=True, on_step=False, on_epoch=True)
+        self.log("val/loss", self.loss, on_step=False, on_epoch=True)
+
+
+def answer_loss(logits: Tensor, targets: Tensor, score: str) -> Tensor:
+    """The loss of each question `(Q,)`; one whose answers are all outside the list teaches nothing."""
+    if score == "softmax":
+        return F.cross_entropy(logits.float(), targets, reduction="none")
+    known = (targets.sum(dim=-1) > 0).float()
+    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(dim=-1) * known
+
+
+def is_right(logits: Tensor, targets: Tensor) -> Tensor:
+    """Whether the likeliest answer is the one most annotators gave `(Q,)`; outside the list it is not."""
+    chosen = targets.gather(1, logits.argmax(dim=-1, keepdim=True))[:, 0]
+    return (chosen > 0) & (chosen == targets.amax(dim=-1))
+
+
+@dataclass(frozen=True)
+class TrainedAnswers:
+    """A finished run: the model folder that `ImageQA.from_pretrained` opens, and how training went."""
+
+    model: Path
+    fit: FitResult
+
+    def as_dict(self) -> dict[str, Any]:
+        fit = self.fit
+        return {
+            "model": str(self.model),
+            "best_checkpoint": str(fit.best) if fit.best else None,
+            "last_checkpoint": str(fit.last),
+            "held_out_accuracy": fit.best_score,
+            "epochs": fit.epochs_done,
+            "steps": fit.steps,
+            "seconds": round(fit.seconds, 1),
+        }
+
+    def __str__(self) -> str:
+        fit = self.fit
+        score = "" if fit.best_score is None else f", best held-out accuracy {fit.best_score:.2%}"
+        return "\n".join(
+            [
+                f"trained {fit.epochs_done} epochs in {fit.seconds:.0f} s{score}",
+                f"model: {self.model}",
+                f"try next: regard evaluate answer --model {self.model.parent}",
+            ]
+        )
+
+
+def train_answer(
+    recipe: str | Path | None = None, *, out: str | Path = "runs/answer", resume: bool = False, **changes: Any
+) -> TrainedAnswers:
+    """Train an ImageQA as a recipe says, in the folder `out`; the best epoch's weights go to `out/model`.
+
+    `recipe` is a name or a YAML file (default `easy_vqa`), `changes` any field of `AnswerRecipe`. With `resume` the
+    run in `out` goes on, with its own recipe, to the weights it would have reached uninterrupted.
+    Raises InputError for what the user can mend, Interrupted after Ctrl-C or SIGTERM.
+    """
+    out = Path(out)
+    settings = _settings(recipe, out, resume, changes)
+    module, data = prepare(settings)
+    result = fit(
+        module,
+        data,
+        out=out,
+        epochs=settings.epochs,
+        seed=settings.seed,
+        resume=resume,
+        save_every_steps=settings.save_every_steps,
+        trainer=settings.trainer,
+    )
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+        return TrainedAnswers(out / MODEL, result)
+    best = load(result.best or result.last)["state_dict"]
+    module.load_state_dict(best)
+    module.model.cpu().save_pretrained(out / MODEL)
+    return TrainedAnswers(out / MODEL, result)
+
+
+def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
+    """The module and the data of a recipe: vocabulary and tokenizer come from the training images alone."""
+    questions = load_questions(recipe.data, "train")
+    training, held_out = questions.split(recipe.held_out, recipe.seed)
+    answers = vocabulary(training)
+    require_coverage(held_out, answers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = ImageQA.preset(
+            recipe.model,
+            questions=training.question_texts(),
+            answers=answers,
+            score=recipe.score,
+            vit=recipe.vit,
+            text=recipe.text,
+        )
+    if model.preprocess.size is None:
+        raise InputError("training needs pictures of one size: set vit.preprocess.size")
+    keep = recipe.workers == 0 and fits_in_memory(len(questions.images), model.preprocess)
+    common: dict[str, Any] = {"seed": recipe.seed, "keep": keep}
+    reading = (model.tokenizer, model.config.text.max_tokens, answers, model.preprocess)
+    data = QuestionData(
+        QuestionBatches(
+            training,
+            *reading,
+            questions_per_image=recipe.questions_per_image,
+            shift=recipe.shift,
+            **common,
+        ),
+        QuestionBatches(held_out, *reading, **common),
+        batch_images=recipe.batch_images,
+        seed=recipe.seed,
+        workers=recipe.workers,
+    )
+    module = AnswerModule(
+        model,
+        lr=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        warmup_steps=recipe.warmup_steps,
+        betas=(0.9, recipe.beta2),
+        clip_norm=recipe.clip_norm,
+    )
+    return module, data
+
+
+def _settings(recipe: str | Path | None, out: Path, resume: bool, changes: dict[str, Any]) -> AnswerRecipe:
+    """A new run follows the recipe asked for; a resumed one its own, kept in its folder."""
+    if not resume:
+        return load_recipe("easy_vqa" if recipe is None else recipe, **changes)
+    if recipe is not None:
+        raise InputError(f"a resumed run follows its own {out / RECIPE}; leave the recipe out")
+    if not (out / RECIPE).is_file():
+        raise InputError(f"nothing to resume: there is no {out / RECIPE}; start the run without resume, or check --out")
+    return load_recipe(out / RECIPE, **changes)

@@ -1,0 +1,92 @@
+"""Scoring an ImageQA on a question set: every question counts, known answer list or not."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from regard.crossattn import ImageQA
+from regard.datasets import QuestionSet, coverage
+from regard.train.answer import is_right
+from regard.train.questions import QuestionBatches
+from regard.train.sampling import EvalBatches
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy on a question set, with what it was measured on.
+
+    Attributes:
+        accuracy: share of questions whose likeliest answer is the one most annotators gave.
+        n_questions, n_correct, n_images: counts.
+        out_of_vocabulary: questions no answer of the model's list could be right for; they count as wrong.
+        yes_no, other: accuracy on questions answered yes or no, and on the rest; None where there are none.
+        data: name of the question set.
+    """
+
+    accuracy: float
+    n_questions: int
+    n_correct: int
+    n_images: int
+    out_of_vocabulary: int
+    yes_no: float | None
+    other: float | None
+    data: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def evaluate_answer(
+    model: ImageQA,
+    questions: QuestionSet,
+    *,
+    batch_images: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> Score:
+    """Ask every question of a set; unanswered ones (no known answer) are left out of the count.
+
+    `progress(done, total)` is called after each batch of images.
+    Raises InputError for an image that cannot be read or a question the model cannot.
+    """
+    dataset = QuestionBatches(
+        questions, model.tokenizer, model.config.text.max_tokens, model.config.answers, model.preprocess, seed=0
+    )
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=EvalBatches(len(dataset), batch_images), collate_fn=lambda batch: batch
+    )
+    asked = [question for image in questions.images for question in image.questions]
+    right: list[bool] = []
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    for done, batch in enumerate(loader, start=1):
+        memory = model.remember(model.preprocess.normalize(batch.pixels.to(device)))
+        logits = model.logits(memory, batch.ids, batch.mask, batch.of)
+        right += is_right(logits, batch.targets.to(device)).tolist()
+        if progress is not None:
+            progress(min(done * batch_images, len(dataset)), len(dataset))
+    model.train(training)
+    scored = [(q, r) for q, r in zip(asked, right, strict=True) if q.majority is not None]
+    groups = {True: [r for q, r in scored if _is_yes_no(q.majority)], False: [r for q, r in scored if not _is_yes_no(q.majority)]}
+    covered = coverage(questions, model.config.answers)
+    return Score(
+        accuracy=_share([r for _, r in scored]) or 0.0,
+        n_questions=len(scored),
+        n_correct=sum(r for _, r in scored),
+        n_images=len(questions.images),
+        out_of_vocabulary=covered.n_questions - covered.n_covered,
+        yes_no=_share(groups[True]),
+        other=_share(groups[False]),
+        data=questions.name,
+    )
+
+
+def _share(right: list[bool]) -> float | None:
+    return sum(right) / len(right) if right else None
+
+
+def _is_yes_no(answer: str | None) -> bool:
+    return answer is not None and answer.lower() in ("yes", "no")

@@ -1,0 +1,191 @@
+"""Questioned images as batches: pictures once, each with its questions.
+
+B images, Q questions in the batch, T text tokens, A answers.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from regard.crossattn import TextTokenizer
+from regard.datasets import Question, QuestionSet, open_image
+from regard.train.interrupt import ignore_ctrl_c
+from regard.train.sampling import Draw, EvalBatches, TrainBatches, sample_seed
+from regard.vit import Preprocess
+from regard.vit.errors import InputError
+
+_CACHE_BYTES = 1 << 30
+
+
+@dataclass
+class Batch:
+    """B pictures and the Q questions about them.
+
+    Attributes:
+        pixels: uint8 `(B, C, height, width)`.
+        ids, mask: question tokens `(Q, T)`, mask True on real tokens.
+        of: the picture of each question `(Q,)`.
+        targets: share of each answer `(Q, A)`; a row of zeros when no right answer is in the list.
+        counts: True where a question is to be scored `(Q,)`; False on padding of an evaluation shard.
+        image_ids: names of the pictures, for messages.
+    """
+
+    pixels: Tensor
+    ids: Tensor
+    mask: Tensor
+    of: Tensor
+    targets: Tensor
+    counts: Tensor
+    image_ids: list[str]
+
+
+class QuestionBatches(Dataset[Batch]):
+    """Makes a `Batch` from a list of draws; random choices are functions of (seed, epoch, image) alone."""
+
+    def __init__(
+        self,
+        questions: QuestionSet,
+        tokenizer: TextTokenizer,
+        max_tokens: int,
+        answers: Sequence[str],
+        preprocess: Preprocess,
+        *,
+        seed: int,
+        questions_per_image: int | None = None,
+        shift: int = 0,
+        keep: bool = False,
+    ):
+        self.images = questions.images
+        self.preprocess, self.seed, self.shift = preprocess, seed, shift
+        self.questions_per_image = questions_per_image
+        self.columns = {answer: column for column, answer in enumerate(answers)}
+        texts = sorted(set(questions.question_texts()))
+        _check_texts(questions, tokenizer, max_tokens)
+        encoded = tokenizer(texts, max_tokens)
+        self.rows = {text: row for row, text in enumerate(texts)}
+        self.ids, self.mask = encoded.ids, encoded.mask
+        self.unknown = Counter(word for words in encoded.unknown for word in words)
+        self.kept: dict[int, Tensor] | None = {} if keep else None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, draws: list[Draw]) -> Batch:
+        """The whole batch at once (the data loader's batched fetch)."""
+        rows, of, targets, counts = [], [], [], []
+        for place, draw in enumerate(draws):
+            for question in self._chosen(draw):
+                rows.append(self.rows[question.text])
+                of.append(place)
+                targets.append(self._target(question))
+                counts.append(draw.valid)
+        mask = self.mask[rows]
+        longest = int(mask.sum(dim=1).max()) if rows else 0
+        return Batch(
+            pixels=torch.stack([self._shifted(self._pixels(draw.index), draw) for draw in draws]),
+            ids=self.ids[rows, :longest],
+            mask=mask[:, :longest],
+            of=torch.tensor(of, dtype=torch.long),
+            targets=torch.stack(targets) if targets else torch.zeros(0, len(self.columns)),
+            counts=torch.tensor(counts, dtype=torch.bool),
+            image_ids=[self.images[draw.index].id for draw in draws],
+        )
+
+    def _chosen(self, draw: Draw) -> Sequence[Question]:
+        questions, limit = self.images[draw.index].questions, self.questions_per_image
+        if limit is None or len(questions) <= limit:
+            return questions
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, draw.epoch, draw.index))
+        return [questions[i] for i in torch.randperm(len(questions), generator=generator)[:limit].tolist()]
+
+    def _target(self, question: Question) -> Tensor:
+        """The share of annotators behind each answer; with one answer a one."""
+        target = torch.zeros(len(self.columns))
+        for answer, count in Counter(question.answers).items():
+            if answer in self.columns:
+                target[self.columns[answer]] = count / len(question.answers)
+        return target
+
+    def _pixels(self, index: int) -> Tensor:
+        if self.kept is not None and index in self.kept:
+            return self.kept[index]
+        pixels = self.preprocess.pixels(open_image(self.images[index].path, background=self.preprocess.background))
+        if self.kept is not None:
+            self.kept[index] = pixels
+        return pixels
+
+    def _shifted(self, pixels: Tensor, draw: Draw) -> Tensor:
+        """Move the picture by up to `shift` pixels each way; what comes in at the edge repeats it."""
+        if not self.shift:
+            return pixels
+        generator = torch.Generator().manual_seed(sample_seed(self.seed + 1, draw.epoch, draw.index))
+        top, left = torch.randint(0, 2 * self.shift + 1, (2,), generator=generator).tolist()
+        padded = F.pad(pixels[None].float(), (self.shift,) * 4, mode="replicate")[0].to(pixels.dtype)
+        return padded[:, top : top + pixels.shape[1], left : left + pixels.shape[2]]
+
+
+class QuestionData(LightningDataModule):
+    """Training and held-out batches of one question set."""
+
+    def __init__(
+        self, training: QuestionBatches, held_out: QuestionBatches, *, batch_images: int, seed: int, workers: int
+    ):
+        super().__init__()
+        self.training, self.held_out = training, held_out
+        self.batch_images, self.seed, self.workers = batch_images, seed, workers
+
+    def setup(self, stage: str) -> None:
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        self.train_batches = TrainBatches(
+            len(self.training), self.batch_images, seed=self.seed, rank=rank, world=world
+        )
+        self.eval_batches = EvalBatches(len(self.held_out), 4 * self.batch_images, rank=rank, world=world)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.training, self.train_batches)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.held_out, self.eval_batches)
+
+    def _loader(self, dataset: QuestionBatches, batches: Any) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=_as_it_is,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=ignore_ctrl_c,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+def fits_in_memory(n_images: int, preprocess: Preprocess) -> bool:
+    """Whether all preprocessed pictures of a set may be kept as uint8."""
+    if preprocess.size is None:
+        return False
+    height, width = preprocess.size
+    return n_images * len(preprocess.mean) * height * width <= _CACHE_BYTES
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _check_texts(questions: QuestionSet, tokenizer: TextTokenizer, max_tokens: int) -> None:
+    """Name the question, and its id, that the model could not read."""
+    seen: set[str] = set()
+    for image in questions.images:
+        for question in image.questions:
+            if question.text not in seen:
+                seen.add(question.text)
+                try:
+                    tokenizer([question.text], max_tokens)
+                except InputError as error:
+                    raise InputError(f"{questions.name}, question {question.id}: {error}") from error

@@ -1,0 +1,119 @@
+"""A recipe: every setting of a training run as one frozen dataclass, read from YAML by name or path.
+
+A flag of the command, a line of the YAML and an argument of the Python call are the same field.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from regard.vit.checkpoint import from_json, to_json
+from regard.vit.errors import InputError
+from regard.vit.files import write_atomically
+
+
+@dataclass(frozen=True)
+class AnswerRecipe:
+    """Training an `ImageQA` on a question set.
+
+    Attributes:
+        about: what the recipe reaches, how long it takes and on what machine, as measured.
+        data: question set: `easy-vqa`, a folder, or a table (JSONL, CSV).
+        held_out: share of the training images kept out of training, to choose the best epoch by.
+        model: preset of `ImageQA`.
+        vit: changed fields of the preset's `ViTConfig`.
+        text: changed fields of the preset's `TextConfig`.
+        score: `softmax` (one right answer) or `sigmoid` (several may be right).
+        epochs: passes over the training images.
+        batch_images: images per step and device; each is encoded once, however many questions it has.
+        questions_per_image: questions drawn per image and step; null for all.
+        shift: largest random shift in pixels, edges repeated; images are never flipped (left and right have words).
+        lr: peak learning rate.
+        weight_decay: on weight matrices only.
+        beta2: AdamW's second decay rate.
+        warmup_steps: optimizer steps of linear warm-up; a cosine to 0 follows.
+        clip_norm: largest gradient norm; null for no limit.
+        seed: of weights, data order, augmentation and dropout.
+        workers: processes that open images; 0 does it in the training process and keeps a small set in memory.
+        save_every_steps: optimizer steps between two checkpoints; one is also written after every epoch.
+        trainer: any argument of Lightning's Trainer, such as devices, strategy, precision, accumulate_grad_batches.
+    """
+
+    about: str = ""
+    data: str = "easy-vqa"
+    held_out: float = 0.1
+    model: str = "demo"
+    vit: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    epochs: int = 10
+    batch_images: int = 32
+    questions_per_image: int | None = None
+    shift: int = 0
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    beta2: float = 0.98
+    warmup_steps: int = 100
+    clip_norm: float | None = 1.0
+    seed: int = 0
+    workers: int = 0
+    save_every_steps: int | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("batch_images", 1), ("shift", 0), ("workers", 0), ("warmup_steps", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.questions_per_image is not None and self.questions_per_image < 1:
+            raise InputError(f"questions_per_image is {self.questions_per_image}; it must be at least 1, or null for all")
+        if not 0 < self.lr < float("inf"):
+            raise InputError(f"lr is {self.lr}; it must be above 0")
+
+
+def names() -> list[str]:
+    """The recipes that come with the library."""
+    return sorted(f.name.removesuffix(".yaml") for f in files("regard.train.recipes").iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe:
+    """A recipe by name, or from a YAML file, with any field changed.
+
+    `vit`, `text` and `trainer` are merged key by key; every other field is replaced.
+    Raises InputError for an unknown recipe or field, or a value of the wrong kind.
+    """
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise InputError(f"{path}: no such recipe file")
+        text, where = path.read_text(encoding="utf-8"), str(path)
+    elif str(source) in names():
+        text, where = (files("regard.train.recipes") / f"{source}.yaml").read_text(encoding="utf-8"), f"recipe {source}"
+    else:
+        raise InputError(f"no recipe is called {str(source)!r}; choose one of {', '.join(names())}, or give a .yaml file")
+    try:
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: a recipe is a mapping from fields to values")
+    defaults = to_json(AnswerRecipe())
+    for name in (*values, *changes):
+        if name not in defaults:
+            near = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"{where}: a recipe has no field {name!r}{hint}")
+    merged = {**defaults, **values}
+    for name, value in changes.items():
+        merged[name] = {**merged[name], **value} if isinstance(value, dict) else value
+    return from_json(merged, AnswerRecipe, where)
+
+
+def save_recipe(recipe: AnswerRecipe, path: Path) -> None:
+    """Write the recipe as YAML, every field stated."""
+    text = yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    write_atomically(path, lambda file: file.write(text.encode()))
