@@ -12,6 +12,8 @@ from jsonargparse import ArgumentParser
 
 import regard
 
+_Build = Callable[[tuple[str, ...]], ArgumentParser]
+_Run = Callable[[dict[str, Any]], int]
 _VERBS = """verbs:
   demo                 train on easy-VQA, ask, draw: the main job in minutes on a CPU
   ask IMAGE QUESTION…  answers with probabilities, and a map for every word
@@ -34,16 +36,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     for verb, (build, run) in _COMMANDS.items():
         if arguments[: len(verb)] == list(verb):
-            return _guarded(lambda: run(_parse(build(verb), verb, arguments)))  # noqa: B023: called at once
+            return _guarded(build, run, verb, arguments)
     typed = " ".join(arguments[:2])
     return _fail(f"there is no verb {typed!r}; choose one of {', '.join(' '.join(verb) for verb in _COMMANDS)}")
 
 
-def _guarded(command: Callable[[], int]) -> int:
+def _guarded(build: _Build, run: _Run, verb: tuple[str, ...], arguments: list[str]) -> int:
     from regard.vit.errors import InputError
 
     try:
-        return command()
+        return run(_parse(build(verb), verb, arguments))
     except InputError as error:
         return _fail(str(error))
     except OSError as error:
@@ -152,7 +154,7 @@ def _run_doctor(given: dict[str, Any]) -> int:
     return _show(diagnosis, given.get("json", False)) or int(bool(diagnosis.missing))
 
 
-_COMMANDS: dict[tuple[str, ...], tuple[Callable[..., ArgumentParser], Callable[[dict[str, Any]], int]]] = {
+_COMMANDS: dict[tuple[str, ...], tuple[_Build, _Run]] = {
     ("demo",): (_demo, _run("demo")),
     ("ask",): (_ask, _run("ask")),
     ("look",): (_look, _run("look")),

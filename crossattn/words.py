@@ -61,10 +61,9 @@ class WordMaps(Mapping[str, Tensor]):
         Raises:
             InputError: no such word, layer or head, or the question was asked without an image.
         """
-        grid = self._memory.grids[0]
+        row, grid = self._row(word, layer, head), self._memory.grids[0]
         assert grid is not None  # _row has refused a question without image
-        lead = self._memory.cls + self._memory.registers
-        return self._row(word, layer, head)[lead : lead + grid[0] * grid[1]].unflatten(0, grid)
+        return row[self._memory.cls + self._memory.registers :].unflatten(0, grid)
 
     def mass(self, word: str | int, layer: Layer = "mean", head: int | Literal["mean"] = "mean") -> dict[str, float]:
         """The share of a word's attention on `patches`, `cls` and `registers`; they sum to 1."""

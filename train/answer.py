@@ -15,7 +15,7 @@ from regard.train.checkpoints import load
 from regard.train.loop import FitResult, fit
 from regard.train.module import RegardModule
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
-from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
+from regard.train.recipe import AnswerRecipe, load_recipe
 from regard.vit.errors import InputError
 
 MODEL, RECIPE = "model", "recipe.yaml"

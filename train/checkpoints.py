@@ -21,10 +21,11 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from regard.train.interrupt import Interrupted, Interrupts
+
+from regard.train.interrupt import Interrupts
 from regard.train.logs import MetricsTable
 from regard.train.module import NonFiniteError
-from regard.train.sampling import TrainBatches
+from regard.train.steps import train_batches
 from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
 
@@ -35,9 +36,7 @@ KEY = "regard"
 class AtomicFiles(CheckpointIO):
     """Writes a checkpoint whole or not at all, and reads tensors and plain values only."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write `path`; on a full or read-only disk raise InputError and leave the earlier file as it was."""
         path = Path(path)
         try:
@@ -49,9 +48,7 @@ class AtomicFiles(CheckpointIO):
                 "make room, then pass --resume"
             ) from error
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read `path`; InputError where it is missing, damaged, or would have to execute something."""
         return load(Path(path), map_location)
 
@@ -103,8 +100,7 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 
 
 class Checkpoints(Checkpoint):
-    """Keeps `best.ckpt` and `last.ckpt`, sets the data to the resumed position, and stops the run on a
-    signal.
+    """Keeps `best.ckpt` and `last.ckpt`, resumes the position in the data, and stops the run on a signal.
 
     `settings` is what the data order depends on; resuming with other ones is an InputError. A score that is
     not a number never becomes the best, and of equal ones the earliest stays.
@@ -133,22 +129,18 @@ class Checkpoints(Checkpoint):
         self._rewind: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _train_batches(trainer).set_position(0)
+        train_batches(trainer).set_position(0)
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint[KEY]
         _compare_settings(saved["settings"], self.settings(trainer), self.last)
         self.best_score = saved["best_score"]
         self.epochs_done = saved["epoch"]
         self._position = (saved["epoch"], saved["batch"])
-        _train_batches(trainer).set_position(*self._position)
+        train_batches(trainer).set_position(*self._position)
         self.interrupts.checkpoint = self.last
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._rewind is not None:
             checkpoint["loops"]["fit_loop"] = self._rewind
         epoch, batch = self._position
@@ -163,14 +155,14 @@ class Checkpoints(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
         self.interrupts.install()
-        self.interrupts.training = True
+        self.interrupts.training, self.interrupts.rank = True, trainer.global_rank
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._stop:
-            raise Interrupted(self._stop, self.last, at_once=False, rank=trainer.global_rank)
+            raise self.interrupts.interruption(self._stop, at_once=False)
         self._validated = False
         self._good = None
-        _train_batches(trainer).set_position(trainer.current_epoch)
+        train_batches(trainer).set_position(trainer.current_epoch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -187,7 +179,7 @@ class Checkpoints(Checkpoint):
         if due or stop:
             self._write(trainer, self.last)
         if stop:
-            raise Interrupted(stop, self.last, at_once=False, rank=trainer.global_rank)
+            raise self.interrupts.interruption(stop, at_once=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = True
@@ -234,14 +226,10 @@ class Checkpoints(Checkpoint):
         self.interrupts.checkpoint = self.last
 
 
-def _train_batches(trainer: Trainer) -> TrainBatches:
-    return trainer.datamodule.train_batches
-
-
 def _compare_settings(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     for name, value in now.items():
         if saved.get(name) != value:
             raise InputError(
-                f"{path} was trained with {name} {saved.get(name)}, this run has {value}: the data order would differ; "
-                "resume with the same value, or start anew with another --out"
+                f"{path} was trained with {name} {saved.get(name)}, this run has {value}, and its batches would "
+                "differ; resume with the same value, or start anew with another --out"
             )

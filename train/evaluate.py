@@ -70,7 +70,8 @@ def evaluate_answer(
             progress(min(done * batch_images, len(dataset)), len(dataset))
     model.train(training)
     scored = [(q, r) for q, r in zip(asked, right, strict=True) if q.majority is not None]
-    groups = {True: [r for q, r in scored if _is_yes_no(q.majority)], False: [r for q, r in scored if not _is_yes_no(q.majority)]}
+    yes_no = [r for q, r in scored if _is_yes_no(q.majority)]
+    other = [r for q, r in scored if not _is_yes_no(q.majority)]
     covered = coverage(questions, model.config.answers)
     return Score(
         accuracy=_share([r for _, r in scored]) or 0.0,
@@ -78,8 +79,8 @@ def evaluate_answer(
         n_correct=sum(r for _, r in scored),
         n_images=len(questions.images),
         out_of_vocabulary=covered.n_questions - covered.n_covered,
-        yes_no=_share(groups[True]),
-        other=_share(groups[False]),
+        yes_no=_share(yes_no),
+        other=_share(other),
         data=questions.name,
     )
 

@@ -31,7 +31,7 @@ class Interrupted(BaseException):
     Lightning's launcher kills the whole run when a child process ends with anything else.
     """
 
-    def __init__(self, signum: int, checkpoint: Path | None, *, at_once: bool, rank: int = 0) -> None:
+    def __init__(self, signum: int, checkpoint: Path | None, *, at_once: bool, rank: int) -> None:
         self.signum, self.checkpoint, self.at_once = signum, checkpoint, at_once
         self.exit_code = 128 + signum if rank == 0 else 0
         cause = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
@@ -52,7 +52,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.training = False
+        self.training, self.rank = False, 0
         self.checkpoint: Path | None = None
         self._received, self._received_at = 0, 0.0
         self._previous: dict[int, Any] = {}
@@ -90,18 +90,23 @@ class Interrupts:
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return int(flag.item())
 
+    def interruption(self, signum: int, *, at_once: bool) -> Interrupted:
+        """What to raise: after a save, or at once."""
+        return Interrupted(signum, self.checkpoint, at_once=at_once, rank=self.rank)
+
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             _in_worker(signum)
         elif not self.training:
-            raise Interrupted(signum, self.checkpoint, at_once=True)
+            raise self.interruption(signum, at_once=True)
         elif not self._received:
             self._received, self._received_at = signum, time.monotonic()
-            # print() is not safe in a handler that may interrupt another print().
-            os.write(2, b"\nstopping after this step, or after the validation that follows it\n")
+            if self.rank == 0:
+                # print() is not safe in a handler that may interrupt another print().
+                os.write(2, b"\nstopping after this step, or after the validation that follows it\n")
         elif signum == signal.SIGINT and time.monotonic() - self._received_at > _ECHO_S:
-            # Wrappers pass a Ctrl-C on that the terminal has already delivered; a second one by hand comes later.
-            raise Interrupted(signum, self.checkpoint, at_once=True)
+            # A wrapper may pass on a Ctrl-C that the terminal has delivered already; a second one comes later.
+            raise self.interruption(signum, at_once=True)
 
 
 def _in_worker(signum: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
 from regard.vit.files import write_atomically
 
 _SAVE_EVERY_S = 10.0
@@ -20,8 +21,8 @@ _SAVE_EVERY_S = 10.0
 class MetricsTable(Logger):
     """Collects rows and writes them with each checkpoint, every ten seconds, and at the end.
 
-    `resume_step`: rows of `path` before this optimizer step are kept, later ones will be made again; None
-    starts empty.
+    With `resume_step` the rows of `path` before this optimizer step are kept; later steps will be made again.
+    Lightning logs a step after the checkpoint taken at it, so a kill may cost the row of that one step.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:

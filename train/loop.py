@@ -13,19 +13,21 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 from regard.train.checkpoints import KEY, AtomicFiles, Checkpoints, load
 from regard.train.interrupt import Interrupted, Interrupts
 from regard.train.logs import MetricsTable
 from regard.train.module import RegardModule
 from regard.train.progress import progress_callbacks, quiet_lightning
 from regard.train.randomness import StepRandomness
-from regard.train.steps import batches_per_epoch, steps_per_epoch, total_steps
+from regard.train.steps import batches_per_epoch, steps_per_epoch, total_steps, train_batches
 from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
 
@@ -70,15 +72,14 @@ def fit(
     epochs: int,
     seed: int,
     monitor: str = "val/accuracy",
-    mode: str = "max",
+    mode: Literal["max", "min"] = "max",
     resume: bool = False,
     save_every_steps: int | None = None,
     trainer: dict[str, Any] | None = None,
 ) -> FitResult:
-    """Train to `epochs` epochs in the folder `out`: `checkpoints/{best,last}.ckpt`, `logs/metrics.csv`,
-    TensorBoard.
+    """Train to `epochs` epochs in the folder `out`, which gets the folders `checkpoints` and `logs`.
 
-    `last.ckpt` is written after each epoch's validation and after every `save_every_steps` optimizer steps,
+    `logs` holds `metrics.csv` and TensorBoard's events. `checkpoints/last.ckpt` is written after each epoch's validation and after every `save_every_steps` optimizer steps,
     `best.ckpt` when `monitor` improves. `resume=True` goes on from `last.ckpt`; on a CPU with the same
     settings the end is bit-equal to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer
     by name.
@@ -89,6 +90,9 @@ def fit(
     began = time.monotonic()
     out = Path(out)
     last = out / "checkpoints" / "last.ckpt"
+    for name, value in {"epochs": epochs, "save_every_steps": save_every_steps}.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
     _check_arguments(trainer or {})
     position = _resumed_position(last) if resume else None
     if position is not None and position["epoch"] >= epochs:
@@ -108,7 +112,7 @@ def fit(
         if error.errno not in _FULL_DISK:
             raise
         raise InputError(
-            f"cannot write below {out}: {error.strerror}; the checkpoint before is whole; make room, then pass --resume"
+            f"cannot write below {out}: {error.strerror}; the last checkpoint is whole; make room, then pass --resume"
         ) from error
     finally:
         torch.set_rng_state(random_state)
@@ -148,26 +152,31 @@ def _build(
     randomness = StepRandomness(seed)
     spacing = _LogSpacing(arguments.get("log_every_n_steps"))
     callbacks = [*progress, *_as_list(arguments.pop("callbacks", None)), randomness, spacing, checkpoints]
-    trainer = Trainer(
-        **arguments,
-        callbacks=callbacks,
-        plugins=[*_as_list(plugins), AtomicFiles()],
-        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        max_epochs=epochs,
-        default_root_dir=out,
-        logger=[
-            MetricsTable(out / "logs" / "metrics.csv", step),
-            TensorBoardLogger(out, name="logs", version="", default_hp_metric=False, purge_step=step),
-        ],
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )
+    loggers = [
+        MetricsTable(out / "logs" / "metrics.csv", step),
+        TensorBoardLogger(out, name="logs", version="", default_hp_metric=False, purge_step=step or 0),
+    ]
+    try:
+        trainer = Trainer(
+            **arguments,
+            callbacks=callbacks,
+            plugins=[*_as_list(plugins), AtomicFiles()],
+            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+            max_epochs=epochs,
+            default_root_dir=out,
+            logger=loggers,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"Lightning refuses these trainer settings: {reason}") from error
     return trainer, checkpoints
 
 
 def _run(trainer: Trainer, module: RegardModule, data: LightningDataModule, checkpoint: Path | None) -> None:
     # Signals are agreed on by Interrupts; Lightning's own agreement would wait for the device on every batch.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     except BaseException as error:
@@ -197,7 +206,7 @@ def _precision(arguments: dict[str, Any]) -> str:
 
 
 def _settings(trainer: Trainer, seed: int) -> dict[str, Any]:
-    data = trainer.datamodule.train_batches
+    data = train_batches(trainer)
     return {
         "seed": seed,
         "training samples": data.size,
@@ -210,9 +219,7 @@ def _settings(trainer: Trainer, seed: int) -> dict[str, Any]:
 
 def _resumed_position(last: Path) -> dict[str, Any]:
     if not last.exists():
-        raise InputError(
-            f"nothing to resume: there is no {last}; leave --resume out to start a run, or check --out"
-        )
+        raise InputError(f"nothing to resume: there is no {last}; leave --resume out to start a run, or check --out")
     checkpoint = load(last)
     if KEY not in checkpoint:
         raise InputError(f"{last} was not written by regard train; it cannot be resumed")
@@ -236,16 +243,11 @@ def _claim(out: Path, resume: bool) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _finished(
-    module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float
-) -> FitResult:
+def _finished(module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float) -> FitResult:
     module.on_load_checkpoint(checkpoint := load(last))
     module.load_state_dict(checkpoint["state_dict"])
-    print(
-        f"{last.parent.parent} is finished: {position['epoch']} of {epochs} epochs are done; nothing to train",
-        file=sys.stderr,
-        flush=True,
-    )
+    done = f"{position['epoch']} of {epochs} epochs are done"
+    print(f"{last.parent.parent} is finished: {done}; nothing to train", file=sys.stderr, flush=True)
     best, score = last.with_name("best.ckpt"), position["best_score"]
     return FitResult(
         best=best if score is not None else None,
@@ -271,4 +273,5 @@ class _LogSpacing(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if self.asked is None:
-            trainer.log_every_n_steps = max(1, min(50, total_steps(trainer) // 100, steps_per_epoch(trainer)))
+            every = max(1, min(50, total_steps(trainer) // 100, steps_per_epoch(trainer)))
+            trainer.log_every_n_steps = every  # type: ignore[attr-defined]

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
+
 from regard.train.optim import configure
 from regard.train.steps import total_steps
 from regard.vit.errors import InputError
-from torch import Tensor
 
 
 class NonFiniteError(InputError):
@@ -26,7 +27,7 @@ class RegardModule(LightningModule):
 
     `warmup_steps` are optimizer steps; the cosine after them ends with the run. `clip_norm` is the largest
     norm of all gradients together, None for no limit. Logs `train/lr` and `train/grad_norm` (before
-    clipping) per step.
+    clipping) for each step that is logged.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class RegardModule(LightningModule):
         # A loss scaler (16-mixed) meets infinities on purpose and skips the step by itself.
         has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if has_scaler or value - value == 0.0:
-            self.log("train/grad_norm", value)
-            self.log("train/lr", optimizer.param_groups[0]["lr"])
+            every = max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+            if (self.trainer.global_step + 1) % every == 0:
+                self.log_dict({"train/grad_norm": value, "train/lr": optimizer.param_groups[0]["lr"]})
             return
         raise NonFiniteError(_describe(self, value, unstepped))
 
@@ -95,8 +97,8 @@ class RegardModule(LightningModule):
             here = tuple(own[name].shape) if name in own else "missing"
             if there != here:
                 raise InputError(
-                    f"the checkpoint is of another model: {name} is {there} in the checkpoint and {here} in this run; "
-                    "resume with the settings it was started with"
+                    f"the checkpoint is of another model: {name} is {there} in the checkpoint and {here} in "
+                    "this run; resume with the settings it was started with"
                 )
 
 
@@ -113,6 +115,6 @@ def _describe(module: LightningModule, norm: float, unstepped: list[tuple[Tensor
         what, ids = guilty[0][1], [sample for report in guilty for sample in report[2]]
     shown = ", ".join(ids[:16]) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
     return (
-        f"not a finite number at step {module.trainer.global_step}: {what} (samples {shown}); no weight was changed; "
-        "look at these samples, or lower the learning rate"
+        f"not a finite number at step {module.trainer.global_step}: {what} (samples {shown}); no weight was "
+        "changed; look at these samples, or lower the learning rate"
     )

@@ -17,7 +17,8 @@ import rich
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from regard.train.steps import batches_per_epoch
+
+from regard.train.steps import batches_per_epoch, epochs, train_batches
 
 _REFRESH_HZ = 5
 
@@ -32,11 +33,7 @@ _HINTS = (
 
 def progress_callbacks() -> list[Callback]:
     """A line per epoch, and a bar under the lines where stderr is a terminal."""
-    bar = (
-        [RichProgressBar(refresh_rate=_REFRESH_HZ, console_kwargs={"stderr": True})]
-        if sys.stderr.isatty()
-        else []
-    )
+    bar = [RichProgressBar(refresh_rate=_REFRESH_HZ, console_kwargs={"stderr": True})] if sys.stderr.isatty() else []
     return [*bar, EpochLines()]
 
 
@@ -81,13 +78,13 @@ class EpochLines(Callback):
         if not trainer.is_global_zero:
             return
         scores = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-        data = trainer.datamodule.train_batches
+        data = train_batches(trainer)
         images = self._batches_epoch_here * data.batch_size * data.world
         elapsed = time.monotonic() - self._started
-        epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs
-        left = elapsed / self._batches_here * (epochs - epoch) * batches_per_epoch(trainer)
+        epoch, last = trainer.current_epoch + 1, epochs(trainer)
+        left = elapsed / self._batches_here * (last - epoch) * batches_per_epoch(trainer)
         parts = [
-            f"epoch {epoch}/{epochs}",
+            f"epoch {epoch}/{last}",
             f"train loss {float(loss):.4f}",
             *(f"{name} {float(value):.4f}" for name, value in sorted(scores.items())),
             f"{images / max(self._train_seconds, 1e-9):.0f} images/s",

@@ -70,14 +70,18 @@ class AnswerRecipe:
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.questions_per_image is not None and self.questions_per_image < 1:
-            raise InputError(f"questions_per_image is {self.questions_per_image}; it must be at least 1, or null for all")
+            raise InputError(
+                f"questions_per_image is {self.questions_per_image}; it must be at least 1, or null for all"
+            )
         if not 0 < self.lr < float("inf"):
             raise InputError(f"lr is {self.lr}; it must be above 0")
 
 
 def names() -> list[str]:
     """The recipes that come with the library."""
-    return sorted(f.name.removesuffix(".yaml") for f in files("regard.train.recipes").iterdir() if f.name.endswith(".yaml"))
+    return sorted(
+        f.name.removesuffix(".yaml") for f in files("regard.train.recipes").iterdir() if f.name.endswith(".yaml")
+    )
 
 
 def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe:
@@ -94,7 +98,9 @@ def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe
     elif str(source) in names():
         text, where = (files("regard.train.recipes") / f"{source}.yaml").read_text(encoding="utf-8"), f"recipe {source}"
     else:
-        raise InputError(f"no recipe is called {str(source)!r}; choose one of {', '.join(names())}, or give a .yaml file")
+        raise InputError(
+            f"no recipe is called {str(source)!r}; choose one of {', '.join(names())}, or give a .yaml file"
+        )
     try:
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

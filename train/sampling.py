@@ -12,14 +12,16 @@ learns it no other way.
 
 import hashlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from regard.vit.errors import InputError
 from torch.utils.data import Sampler
 
+from regard.vit.errors import InputError
 
-class Draw(NamedTuple):
+
+@dataclass(frozen=True)
+class Draw:
     """One place in a batch: the sample, the epoch it is drawn in, and whether it counts (False: padding)."""
 
     index: int
@@ -62,9 +64,7 @@ class TrainBatches(Sampler[list[Draw]]):
         self.rank, self.world, self.drop_last = rank, world, drop_last
         self.epoch, self.start = 0, 0
         rest = (size % (batch_size * world)) // world
-        self._lengths = [batch_size] * (size // (batch_size * world)) + (
-            [rest] if rest and not drop_last else []
-        )
+        self._lengths = [batch_size] * (size // (batch_size * world)) + ([rest] if rest and not drop_last else [])
 
     def set_position(self, epoch: int, batch: int = 0) -> None:
         """Let the next iteration start at `batch` of `epoch`; it holds until the next call."""
@@ -77,7 +77,7 @@ class TrainBatches(Sampler[list[Draw]]):
         return len(self._lengths)
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        # The position is an argument: a generator would otherwise read it only when its first batch is asked for.
+        # The position is an argument: a generator would read it only when its first batch is asked for.
         return self._batches(self.epoch, self.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[Draw]]:
@@ -111,7 +111,4 @@ class EvalBatches(Sampler[list[Draw]]):
             begin = batch * self.batch_size * self.world
             length = min(self.batch_size, -(-(self.size - begin) // self.world))
             first = begin + self.rank * length
-            yield [
-                Draw(min(index, self.size - 1), valid=index < self.size)
-                for index in range(first, first + length)
-            ]
+            yield [Draw(min(index, self.size - 1), valid=index < self.size) for index in range(first, first + length)]

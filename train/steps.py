@@ -2,20 +2,31 @@
 
 from lightning.pytorch import Trainer
 
+from regard.train.sampling import TrainBatches
+
+
+def train_batches(trainer: Trainer) -> TrainBatches:
+    """The sampler of the data module that is being trained on."""
+    return trainer.datamodule.train_batches  # type: ignore[attr-defined]
+
 
 def batches_per_epoch(trainer: Trainer) -> int:
     """Training batches of one epoch on each rank, `limit_train_batches` applied as Lightning applies it."""
-    batches, limit = len(trainer.datamodule.train_batches), trainer.limit_train_batches
+    batches, limit = len(train_batches(trainer)), trainer.limit_train_batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 def steps_per_epoch(trainer: Trainer) -> int:
-    """Optimizer steps of one epoch; the last may accumulate fewer batches, for Lightning steps on the final
-    one.
-    """
+    """Optimizer steps of one epoch; the last batch ends one even if fewer batches are accumulated then."""
     return -(-batches_per_epoch(trainer) // trainer.accumulate_grad_batches)
 
 
 def total_steps(trainer: Trainer) -> int:
     """Optimizer steps of the whole run."""
-    return steps_per_epoch(trainer) * trainer.max_epochs
+    return steps_per_epoch(trainer) * epochs(trainer)
+
+
+def epochs(trainer: Trainer) -> int:
+    """Epochs of the whole run; `fit` always sets them."""
+    assert trainer.max_epochs is not None
+    return trainer.max_epochs

@@ -175,7 +175,8 @@ class Attention(nn.Module):
         mask leaves it nothing to see, or to less than 1 where a sink takes its part.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * self.head_dim**-0.5
+        with torch.autocast(q.device.type, enabled=False):
+            scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * self.head_dim**-0.5
         if mask is not None:
             visible = _visible(mask)
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -191,6 +192,12 @@ class Attention(nn.Module):
         """One mask `(B or 1, H or 1, T or 1, N)` from the caller's and the causal one."""
         if mask is not None and mask.dim() < 4:
             mask = mask[(None,) * (4 - mask.dim())]
+        if mask is not None and mask.dtype != torch.bool:
+            if not mask.is_floating_point():
+                raise ValueError(
+                    f"mask is {mask.dtype}; use bool (True may be attended) or float (added to the scores)"
+                )
+            mask = mask.to(q.dtype)
         if not causal:
             return mask
         tokens, keys = q.shape[2], k.shape[2]

@@ -45,11 +45,10 @@ def find(source: str | Path) -> Path:
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         raise InputError(f"no model at {name!r}: no such folder, and not a hub name of the form owner/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, "tokenizer.json"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # the hub's own kinds, and whatever the HTTP client beneath it lets through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"no model called {name!r}: no such folder, and the hub did not give it ({reason})") from error
 
@@ -65,7 +64,7 @@ def save(
     `extra` maps further file names to functions that write them at a given path.
     Raises InputError where `folder` holds something else than a model; OSError as the file system gives it.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser().resolve()
     if folder.exists() and not (
         folder.is_dir() and {f.name for f in folder.iterdir()} <= {CONFIG, WEIGHTS, *(extra or {})}
     ):
@@ -83,10 +82,14 @@ def save(
         for name, write in (extra or {}).items():
             write(fresh / name)
         if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent))
-            folder.rename(old / "model")
-            fresh.rename(folder)
-            shutil.rmtree(old)
+            old = fresh.with_suffix(".old")
+            folder.rename(old)
+            try:
+                fresh.rename(folder)
+            except BaseException:
+                old.rename(folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
         else:
             fresh.rename(folder)
     except BaseException:
@@ -136,7 +139,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise InputError(f"{path}: missing; a model folder holds {CONFIG} and {WEIGHTS}")
     try:
-        return load_file(path)
+        # Copied out of the mapped file: a program that overwrites the file in place would kill this one.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except SafetensorError as error:
         raise InputError(f"{path}: not a readable safetensors file ({error}){_pickle_note(path)}") from error
 
@@ -157,6 +161,8 @@ def _account(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Ten
             raise InputError(
                 f"{path}: {name} has shape {tuple(tensor.shape)}, the configuration needs {tuple(expected[name].shape)}"
             )
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise InputError(f"{path}: {name} holds {tensor.dtype}, the configuration needs {expected[name].dtype}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise InputError(f"{path}: {name} holds values that are not finite")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from regard.vit.errors import InputError
-from regard.vit.preprocess import Preprocess
+from regard.vit.preprocess import Preprocess, check_size
 
 Positions = Literal["learned", "sincos", "rope", "none"]
 PositionRows = Literal["patches", "cls+patches", "cls+registers+patches"]
@@ -12,6 +12,14 @@ Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Pooling = Literal["cls", "mean", "cls+mean", "map"]
 SizePolicy = Literal["resize", "crop", "pad", "error"]
 RegistersPlace = Literal["after_cls", "end"]
+PositionMode = Literal["bicubic", "bilinear"]
+
+
+def _check_choices(config: Any, **choices: Any) -> None:
+    for name, allowed in choices.items():
+        value, options = getattr(config, name), get_args(allowed)
+        if value not in options:
+            raise InputError(f"{type(config).__name__}.{name} is {value!r}; choose one of {', '.join(options)}")
 
 
 @dataclass(frozen=True)
@@ -21,9 +29,12 @@ class PositionResize:
     `offset` is DINO's: the scale factor is (new + offset) / old instead of the plain ratio of sizes.
     """
 
-    mode: Literal["bicubic", "bilinear"] = "bicubic"
+    mode: PositionMode = "bicubic"
     antialias: bool = True
     offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self, mode=PositionMode)
 
 
 @dataclass(frozen=True)
@@ -95,8 +106,8 @@ class ViTConfig:
             pooling=Pooling,
             size_policy=SizePolicy,
         )
-        for name in ("patch_size", "channels", "dim", "depth", "heads"):
-            if getattr(self, name) < 1:
+        for name in ("patch_size", "channels", "dim", "depth", "heads", "head_dim", "hidden_dim"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"ViTConfig.{name} is {getattr(self, name)}; it must be at least 1")
         if self.registers < 0:
             raise InputError(f"ViTConfig.registers is {self.registers}; it must be 0 or more")
@@ -104,6 +115,7 @@ class ViTConfig:
             raise InputError(f"ViTConfig.drop_path is {self.drop_path}; it must lie in [0, 1)")
         if self.head_dim is None and self.dim % self.heads:
             raise InputError(f"ViTConfig.dim {self.dim} is no multiple of heads {self.heads}; set head_dim")
+        check_size("ViTConfig.image_size", self.image_size)
         if min(self.image_size) < self.patch_size:
             raise InputError(f"ViTConfig.image_size {self.image_size} is smaller than patch_size {self.patch_size}")
         if "cls" in self.pooling and not self.class_token:
@@ -150,13 +162,6 @@ def preset_config(name: str, **changes: Any) -> ViTConfig:
         raise InputError(f"ViTConfig has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
     changes = {**_SIZES[name], **changes}
     if "image_size" in changes and "preprocess" not in changes:
+        check_size("ViTConfig.image_size", changes["image_size"])
         changes["preprocess"] = replace(Preprocess(), size=changes["image_size"])
     return ViTConfig(**changes)
-
-
-def _check_choices(config: ViTConfig, **choices: Any) -> None:
-    for name, allowed in choices.items():
-        if getattr(config, name) not in get_args(allowed):
-            raise InputError(
-                f"ViTConfig.{name} is {getattr(config, name)!r}; choose one of {', '.join(get_args(allowed))}"
-            )

@@ -36,12 +36,15 @@ def checked_rows(attn: Attention, q: Tensor, kv: KeysValues, mask: Tensor | None
 
     Raises RuntimeError where the rows do not reproduce it, which would mean a wrong map.
     """
-    rows = attn.weights(q, kv.k, mask)
-    expected, real = rows @ kv.v.to(rows.dtype), attn.mix(q, kv, mask).to(rows.dtype)
+    rows, real = attn.weights(q, kv.k, mask), attn.mix(q, kv, mask)
+    if not rows.numel():
+        return rows
+    with torch.autocast(q.device.type, enabled=False):
+        expected = rows @ kv.v.to(rows.dtype)
     # Half-precision kernels round their inputs and outputs; the bound follows the dtype that ran.
-    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
+    tolerance = 1e-4 if real.dtype in (torch.float32, torch.float64) else 3e-2
     scale = kv.v.abs().amax().clamp_min(1e-12)
-    worst = ((expected - real).abs().amax() / scale).item() if rows.numel() else 0.0
+    worst = ((expected - real.to(rows.dtype)).abs().amax() / scale).item()
     if not worst <= tolerance:
         raise RuntimeError(f"attention rows differ from the head's output by {worst:.2g} of the largest value")
     return rows
@@ -64,6 +67,8 @@ def attention_rows(
     if not (has_cls if queries == "cls" else registers):
         raise InputError(f"this ViT has no {queries}: its special tokens are cls {has_cls}, registers {registers}")
     wanted = model.layer_numbers(layers)
+    if not wanted:
+        raise InputError("no layers were asked for; name at least one, or 'all'")
     found: dict[int, AttentionRows] = {}
     for layer, (x, grid) in enumerate(model.layers(images)):
         if layer in wanted:

@@ -3,6 +3,7 @@
 B batch, C channels, D width, H heads, L layers, N patches, R registers, S = cls + registers + patches.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -151,9 +152,11 @@ class ViT(nn.Module):
         depth = self.config.depth
         if layers == "all":
             return list(range(depth))
-        if isinstance(layers, str):
-            raise InputError(f"layers {layers!r} is neither a number, a list of numbers, nor 'all'")
-        wanted = [layers] if isinstance(layers, int) else list(layers)
+        try:
+            asked: Sequence[Any] = layers if isinstance(layers, Sequence) else [layers]
+            wanted = [operator.index(layer) for layer in asked]
+        except TypeError as error:
+            raise InputError(f"layers {layers!r} is neither a number, a list of numbers, nor 'all'") from error
         for layer in wanted:
             if not -depth <= layer < depth:
                 raise InputError(

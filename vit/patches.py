@@ -44,7 +44,9 @@ class PatchTokenizer(nn.Module):
             raise InputError(f"images must be (B, {self.channels}, height, width), not {tuple(images.shape)}")
         size = self.patch_size
         height, width = images.shape[2:]
-        if height % size == 0 and width % size == 0 and min(height, width) > 0:
+        if min(height, width) == 0:
+            raise InputError(f"images have no pixels: height {height}, width {width}")
+        if height % size == 0 and width % size == 0:
             return images
         if self.size_policy == "resize":
             sides = [max(1, round(side / size)) * size for side in (height, width)]

@@ -39,6 +39,22 @@ class Preprocess:
     std: tuple[float, ...] = IMAGENET_STD
     background: tuple[int, int, int] = (255, 255, 255)
 
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            check_size("Preprocess.size", self.size)
+        if self.fit not in ("squash", "crop"):
+            raise InputError(f"Preprocess.fit is {self.fit!r}; choose squash or crop")
+        if self.interpolation not in _FILTERS:
+            raise InputError(f"Preprocess.interpolation is {self.interpolation!r}; choose one of {', '.join(_FILTERS)}")
+        if not 0 < self.crop_ratio <= 1:
+            raise InputError(f"Preprocess.crop_ratio is {self.crop_ratio}; it must lie in (0, 1]")
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+            raise InputError(
+                f"Preprocess.mean and std have {len(self.mean)} and {len(self.std)} values; both need 1 or 3"
+            )
+        if min(self.std) <= 0:
+            raise InputError(f"Preprocess.std is {self.std}; every value must be above 0")
+
     def __call__(self, pictures: Picture | Sequence[Picture]) -> Tensor:
         """One picture or a list of them to `(B, C, height, width)` float32.
 
@@ -46,6 +62,8 @@ class Preprocess:
         Raises InputError for other kinds, and for a list whose pictures keep different sizes (`size=None`).
         """
         batch: Sequence[Picture] = pictures if isinstance(pictures, (list, tuple)) else [pictures]  # type: ignore
+        if not len(batch):
+            raise InputError("there is no picture to preprocess; the list is empty")
         pixels = [self.pixels(picture) for picture in batch]
         if len({p.shape for p in pixels}) > 1:
             raise InputError("pictures of different sizes do not make one batch; preprocess them one by one")
@@ -72,10 +90,21 @@ class Preprocess:
         filter = _FILTERS[self.interpolation]
         if self.fit == "squash":
             return image if image.size == (width, height) else image.resize((width, height), filter)
-        scale = max(height / image.height, width / image.width) / self.crop_ratio
-        image = image.resize((max(width, round(image.width * scale)), max(height, round(image.height * scale))), filter)
+        # Rounded down twice, as timm and torchvision do: one pixel more would shift every number.
+        tall, wide = int(height / self.crop_ratio), int(width / self.crop_ratio)
+        if tall * image.width >= wide * image.height:
+            wide = tall * image.width // image.height
+        else:
+            tall = wide * image.height // image.width
+        image = image.resize((wide, tall), filter)
         left, top = round((image.width - width) / 2), round((image.height - height) / 2)
         return image.crop((left, top, left + width, top + height))
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise InputError where `size` is no (height, width) of at least one pixel."""
+    if not (isinstance(size, (tuple, list)) and len(size) == 2 and min(size) >= 1):
+        raise InputError(f"{name} is {size!r}; it must be (height, width) in pixels")
 
 
 def _as_pil(picture: Picture, background: tuple[int, int, int]) -> Image.Image:

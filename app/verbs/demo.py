@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.verbs.ask import Asked, ask
 from regard.datasets import QuestionedImage, QuestionSet, load_questions
-from regard.verbs.evaluate import evaluate_answer
 from regard.train.answer import MODEL, RECIPE, train_answer
 from regard.train.evaluate import Score
+from regard.verbs.ask import Asked, ask
+from regard.verbs.evaluate import evaluate_answer
 from regard.vit import checkpoint
 
 RECIPE_NAME = "easy_vqa_demo"
@@ -26,7 +26,7 @@ class Demo:
         return {"model": str(self.model), "score": self.score.as_dict(), "asked": self.asked.as_dict()}
 
     def __str__(self) -> str:
-        score, image = self.score, self.asked.image
+        score, image, run = self.score, self.asked.image, self.model.parent
         return "\n".join(
             [
                 f"easy-VQA test split: {score.accuracy:.2%} of {score.n_questions} questions right"
@@ -35,8 +35,8 @@ class Demo:
                 str(self.asked),
                 "",
                 "try next:",
-                f'  regard ask {image} "is there a red shape?" "what shape is in the image?" --model {self.model.parent}',
-                f"  regard look {image} --model {self.model.parent}",
+                f'  regard ask {image} "is there a red shape?" "what shape is in the image?" --model {run}',
+                f"  regard look {image} --model {run}",
             ]
         )
 

@@ -44,10 +44,8 @@ class Looked:
     def __str__(self) -> str:
         lines = [f"layer {self.layer}, class token, {self.rows.patches.shape[2]} heads"]
         for h, head in enumerate(self.as_dict()["heads"]):
-            share = sum(map(sum, head["map"]))
-            lines.append(
-                f"  head {h}: patches {share:.1%}, class token {head['cls'] or 0.0:.1%}, registers {sum(head['registers']):.1%}"
-            )
+            share, cls, registers = sum(map(sum, head["map"])), head["cls"] or 0.0, sum(head["registers"])
+            lines.append(f"  head {h}: patches {share:.1%}, class token {cls:.1%}, registers {registers:.1%}")
         return "\n".join([*lines, f"maps: {self.picture}"])
 
 

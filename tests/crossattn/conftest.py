@@ -1,4 +1,4 @@
-"""A tiny model with really random weights; every picture is 24 x 40 pixels, a grid of 3 x 5 patches, or another non-square."""
+"""A tiny model with really random weights, and pictures of 24 x 40 pixels (3 x 5 patches) or other non-square sizes."""
 
 from collections.abc import Callable
 
@@ -17,6 +17,15 @@ QUESTIONS = (
     "Who?",
 )
 ANSWERS = ("yes", "no", "red", "two", "left")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by sharing their work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
                 mine["trainer"] = {"devices": world, "strategy": "ddp", **options.get("trainer", {})}
             processes.append(context.Process(target=toy_run.run, args=(str(out),), kwargs=mine))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", HERE)
+            patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)
             for process in processes:
                 process.start()
         for process in processes:

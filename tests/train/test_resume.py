@@ -100,9 +100,7 @@ def test_a_run_killed_twice_ends_bit_equal(toy: Any, uninterrupted: Any, tmp_pat
     assert_same_end(tmp_path, report, uninterrupted(1, 3))
 
 
-def test_worker_processes_resume_with_the_same_augmentation(
-    toy: Any, uninterrupted: Any, tmp_path: Path
-) -> None:
+def test_worker_processes_resume_with_the_same_augmentation(toy: Any, uninterrupted: Any, tmp_path: Path) -> None:
     options = {"accumulate": 2, "save_every_steps": 2, "workers": 2}
     _, report = toy(tmp_path, kill=["batch", 1, 5], signum=signal.SIGTERM, **options)
     assert report["exit_code"] == 143
@@ -168,9 +166,7 @@ def test_resuming_nothing_is_an_error(toy: Any, tmp_path: Path) -> None:
     ("change", "named"),
     [({"batch_size": 5}, "batch size 4"), ({"accumulate": 2}, "accumulate_grad_batches 1")],
 )
-def test_resuming_with_other_batches_is_an_error(
-    toy: Any, tmp_path: Path, change: dict[str, int], named: str
-) -> None:
+def test_resuming_with_other_batches_is_an_error(toy: Any, tmp_path: Path, change: dict[str, int], named: str) -> None:
     toy(tmp_path, epochs=1)
     _, report = toy(tmp_path, resume=True, **change)
     assert named in report["error"]

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import SumMetric
+
 from regard.train import module as train_module
 from regard.train.interrupt import Interrupted
 from regard.train.loop import fit
 from regard.train.sampling import Draw, EvalBatches, TrainBatches, sample_seed
 from regard.vit.errors import InputError
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from torchmetrics import SumMetric
 
 SAMPLES, HELD_OUT, FEATURES = 40, 13, 6
 SEED = 7
@@ -67,6 +68,7 @@ class Data(LightningDataModule):
             batch_sampler=self.train_batches,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
+            multiprocessing_context="fork" if self.workers else None,
         )
 
     def val_dataloader(self) -> DataLoader:
@@ -114,9 +116,7 @@ class Moment(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._reached("batch", trainer.current_epoch, batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._reached("batch end", trainer.current_epoch, batch_idx)
 
     def on_validation_batch_end(self, trainer: Any, *rest: Any) -> None:
@@ -153,7 +153,8 @@ def run(
 ) -> dict[str, Any]:
     """Train, and return what can be compared: weights, score, steps, batches seen; or the error."""
     os.environ.update(environment or {})
-    torch.set_num_threads(1)
+    if report is not None:
+        torch.set_num_threads(1)
     net = Module(**(module or {}))
     arguments: dict[str, Any] = {
         "accelerator": "cpu",

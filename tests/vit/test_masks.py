@@ -76,11 +76,11 @@ def test_a_mask_of_whole_numbers_is_refused(noisy):
         attn(x, mask=torch.ones(BATCH, 1, 1, TOKENS, dtype=torch.long))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("dtype", "given"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
 @pytest.mark.parametrize("sink", [False, True])
-def test_a_float_mask_of_another_precision_is_taken(noisy, dtype, sink):
+def test_a_float_mask_of_another_precision_is_taken(noisy, dtype, given, sink):
     attn, x = noisy(Attention(DIM, HEADS, sink=sink)).to(dtype), torch.randn(BATCH, TOKENS, DIM).to(dtype)
-    mask = torch.tensor([[0.0, -torch.inf, 1.0, 0.0]])
+    mask = torch.tensor([[0.0, -torch.inf, 1.0, 0.0]], dtype=given)
     assert torch.equal(attn(x, mask=mask), attn(x, mask=mask.to(dtype)))
 
 
@@ -114,7 +114,7 @@ def test_rows_that_see_nothing_give_exactly_zero_with_finite_gradients(noisy, ca
     assert (rows[blind] == 0).all()
     assert (mixed[blind] == 0).all()
     (out.pow(2).sum() + rows.pow(2).sum()).backward()
-    given = [p for p in attn.parameters()] + [x, context] + ([mask] if as_float else [])
+    given = [*attn.parameters(), x, context, *([mask] if as_float else [])]
     for tensor in given:
         assert tensor.grad is None or torch.isfinite(tensor.grad).all()
     assert (x.grad[wholly] == 0).all()
