@@ -3,9 +3,11 @@
 May import: `regard.vit`. Never Lightning, never data sets.
 """
 
+from regard.crossattn.answers import Answer
+from regard.crossattn.config import ImageQAConfig
 from regard.crossattn.cross_attention import CrossAttention
 from regard.crossattn.memory import Memory
-from regard.crossattn.model import Answer, ImageQA, ImageQAConfig
+from regard.crossattn.model import ImageQA
 from regard.crossattn.text import TextConfig, TextEncoder
 from regard.crossattn.tokenizer import TextTokenizer
 from regard.crossattn.words import WordMaps

@@ -5,15 +5,15 @@ Q questions, T tokens, D width, H heads, K head width, B images, N image tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from regard.crossattn.cross_attention import CrossAttention
 from regard.vit.attention import Attention, KeysValues
-from regard.vit.blocks import Mlp
-from regard.vit.errors import InputError
+from regard.vit.blocks import POSITION_STD, Mlp, initialise
+from regard.vit.errors import InputError, check_choices
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,6 @@ class TextConfig:
     def asks(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has cross-attention."""
         return (self.depth - 1 - layer) % self.cross_every == 0
-
-
-def check_choices(config: Any, *names: str) -> None:
-    """Raise InputError for a field whose value its `Literal` annotation does not list."""
-    kinds = get_type_hints(type(config))
-    for name in names:
-        if getattr(config, name) not in get_args(kinds[name]):
-            raise InputError(
-                f"{type(config).__name__}.{name} is {getattr(config, name)!r};"
-                f" choose one of {', '.join(get_args(kinds[name]))}"
-            )
 
 
 class TextLayer(nn.Module):
@@ -158,6 +147,12 @@ class TextEncoder(nn.Module):
             image = next(remembered) if images and layer.cross is not None else None
             x = layer(x, mask, image, visible, of, asked)
         return x if self.config.norm == "post" else self.norm(x)
+
+    def reset_parameters(self) -> None:
+        """Initialise every weight as the ViT does; words stand out from their positions."""
+        initialise(self)
+        nn.init.normal_(self.words.weight, std=0.5)
+        nn.init.trunc_normal_(self.positions, std=POSITION_STD)
 
     @property
     def asking(self) -> list[CrossAttention]:

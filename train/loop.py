@@ -79,10 +79,10 @@ def fit(
 ) -> FitResult:
     """Train to `epochs` epochs in the folder `out`, which gets the folders `checkpoints` and `logs`.
 
-    `logs` holds `metrics.csv` and TensorBoard's events. `checkpoints/last.ckpt` is written after each epoch's validation and after every `save_every_steps` optimizer steps,
-    `best.ckpt` when `monitor` improves. `resume=True` goes on from `last.ckpt`; on a CPU with the same
-    settings the end is bit-equal to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer
-    by name.
+    `logs` holds `metrics.csv` and TensorBoard's events. `checkpoints/last.ckpt` is written after each
+    epoch's validation and after every `save_every_steps` optimizer steps, `best.ckpt` when `monitor`
+    improves. `resume=True` goes on from `last.ckpt`; on a CPU with the same settings the end is bit-equal
+    to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer by name.
 
     Raises InputError for what the user can mend, NonFiniteError when the loss or gradient is NaN, and
     Interrupted after Ctrl-C or SIGTERM, with `last.ckpt` saved.

@@ -139,14 +139,16 @@ class Attention(nn.Module):
 
     def remember(self, context: Tensor, rotary: Rotary | None = None) -> KeysValues:
         """Project `context (B, N, context_dim)` to keys and values once, for any number of queries."""
-        k = self.norm_k(self._split_heads(self.to_k(context)))
-        return KeysValues(k if rotary is None else rotary(k), self._split_heads(self.to_v(context)))
+        v = self._split_heads(self.to_v(context))
+        k = self.norm_k(self._split_heads(self.to_k(context))).to(v.dtype)  # autocast leaves a norm's output in fp32
+        return KeysValues(k if rotary is None else rotary(k), v)
 
     def project(
         self, x: Tensor, context: Tensor | KeysValues | None = None, rotary: Rotary | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Queries `(B, H, T, K)` of `x`, and the keys and values they will meet."""
-        q = self.norm_q(self._split_heads(self.to_q(x)))
+        asked = self._split_heads(self.to_q(x))
+        q = self.norm_q(asked).to(asked.dtype)
         if rotary is not None:
             q = rotary(q)
         if isinstance(context, KeysValues):

@@ -9,6 +9,21 @@ from torch import Tensor, nn
 from regard.vit.attention import Attention, Rotary
 from regard.vit.config import ViTConfig
 
+# Xavier-initialised patch and word tokens have entries near 1; a table at the usual 0.02 is lost beside them until
+# training has grown it.
+POSITION_STD = 0.3
+
+
+def initialise(module: nn.Module) -> None:
+    """Xavier for every Linear inside, whatever its width (Glorot and Bengio, 2010), biases 0, norms as they begin."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, (nn.LayerNorm, LayerScale)):
+            part.reset_parameters()
+
 
 class QuickGELU(nn.Module):
     """x * sigmoid(1.702 x), the approximation OpenAI's CLIP was trained with."""

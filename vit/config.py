@@ -1,9 +1,9 @@
 """`ViTConfig`, all that a ViT's numbers depend on besides its weights, and the presets by name."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from regard.vit.errors import InputError
+from regard.vit.errors import InputError, check_choices
 from regard.vit.preprocess import Preprocess, check_size
 
 Positions = Literal["learned", "sincos", "rope", "none"]
@@ -13,13 +13,6 @@ Pooling = Literal["cls", "mean", "cls+mean", "map"]
 SizePolicy = Literal["resize", "crop", "pad", "error"]
 RegistersPlace = Literal["after_cls", "end"]
 PositionMode = Literal["bicubic", "bilinear"]
-
-
-def _check_choices(config: Any, **choices: Any) -> None:
-    for name, allowed in choices.items():
-        value, options = getattr(config, name), get_args(allowed)
-        if value not in options:
-            raise InputError(f"{type(config).__name__}.{name} is {value!r}; choose one of {', '.join(options)}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +27,7 @@ class PositionResize:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_choices(self, mode=PositionMode)
+        check_choices(self, "mode")
 
 
 @dataclass(frozen=True)
@@ -97,15 +90,7 @@ class ViTConfig:
     preprocess: Preprocess = field(default_factory=Preprocess)
 
     def __post_init__(self) -> None:
-        _check_choices(
-            self,
-            positions=Positions,
-            position_rows=PositionRows,
-            registers_place=RegistersPlace,
-            activation=Activation,
-            pooling=Pooling,
-            size_policy=SizePolicy,
-        )
+        check_choices(self, "positions", "position_rows", "registers_place", "activation", "pooling", "size_policy")
         for name in ("patch_size", "channels", "dim", "depth", "heads", "head_dim", "hidden_dim"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"ViTConfig.{name} is {getattr(self, name)}; it must be at least 1")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.vit import checkpoint
-from regard.vit.blocks import Block, LayerScale
+from regard.vit.blocks import POSITION_STD, Block, initialise
 from regard.vit.config import ViTConfig, preset_config
 from regard.vit.errors import InputError
 from regard.vit.patches import PatchTokenizer
@@ -65,18 +65,14 @@ class ViT(nn.Module):
         checkpoint.save(folder, self.config, self)
 
     def reset_parameters(self) -> None:
-        """Initialise every weight: truncated normal 0.02 for Linear and tokens, 0 for biases, 1 for norms."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, LayerScale)):
-                module.reset_parameters()
+        """Initialise every weight: Xavier for Linear, 0 for biases, 1 for norms, normal for tokens and positions."""
+        initialise(self)
         latent = None if self.pool.asker is None else self.pool.asker.latent
-        for table in (self.cls, self.registers, self.positions, latent):
+        for table in (self.cls, self.registers, latent):
             if table is not None:
                 nn.init.trunc_normal_(table, std=0.02)
+        if self.positions is not None:
+            nn.init.trunc_normal_(self.positions, std=POSITION_STD)
 
     @property
     def preprocess(self) -> Preprocess:
@@ -126,10 +122,12 @@ class ViT(nn.Module):
         at_special, at_patches = self._position_tables(grid, patches.device)
         if at_special is not None:
             special = torch.cat((special[: len(at_special)] + at_special, special[len(at_special) :]))
+        # The residual stream has the dtype of the weights, whatever autocast makes of the linear layers.
+        patches, special = patches.to(self.norm.weight.dtype), special.to(self.norm.weight.dtype)
         if at_patches is not None:
             patches = patches + at_patches.to(patches.dtype)
         lead = self._leading
-        special = special.to(patches.dtype).expand(patches.shape[0], -1, -1)
+        special = special.expand(patches.shape[0], -1, -1)
         return self.pre_norm(torch.cat((special[:, :lead], patches, special[:, lead:]), dim=1)), grid
 
     def rotary(self, grid: tuple[int, int], device: torch.device) -> Rope | None:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from regard.vit.errors import InputError
+from regard.vit.errors import InputError, check_choices
 from regard.vit.images import to_rgb
 
 Picture = Image.Image | np.ndarray | Tensor
@@ -42,10 +42,7 @@ class Preprocess:
     def __post_init__(self) -> None:
         if self.size is not None:
             check_size("Preprocess.size", self.size)
-        if self.fit not in ("squash", "crop"):
-            raise InputError(f"Preprocess.fit is {self.fit!r}; choose squash or crop")
-        if self.interpolation not in _FILTERS:
-            raise InputError(f"Preprocess.interpolation is {self.interpolation!r}; choose one of {', '.join(_FILTERS)}")
+        check_choices(self, "fit", "interpolation")
         if not 0 < self.crop_ratio <= 1:
             raise InputError(f"Preprocess.crop_ratio is {self.crop_ratio}; it must lie in (0, 1]")
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):

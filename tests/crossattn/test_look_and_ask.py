@@ -189,8 +189,7 @@ def test_no_image_is_accepted_beside_others_and_by_itself(make_qa, picture, ques
 def test_gradients_are_finite_where_some_have_no_image(make_qa, picture, questions, norm):
     qa = make_qa(dict(registers=2), dict(norm=norm, gate=True, qk_norm=True))
     encoded = qa.tokenizer(questions[:3], 64)
-    tokens = qa.vit(picture(0)[None])
-    memory = qa._remember_padded([tokens, None, qa.vit(picture(1, 16, 48)[None])])
+    memory = qa.remember([picture(0), None, picture(1, 16, 48)])
     logits = qa.logits(memory, encoded.ids, encoded.mask, torch.tensor([1, 0, 2]))
     logits[0].pow(2).sum().backward(retain_graph=True)
     assert all(p.grad is None or (p.grad == 0).all() for p in qa.vit.parameters()), "nothing to learn from no image"

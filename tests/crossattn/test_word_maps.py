@@ -288,7 +288,6 @@ def test_maps_are_in_full_precision_under_autocast_too(make_qa, picture, questio
         assert answer.attention.rows().dtype == torch.float32
 
 
-@pytest.mark.xfail(strict=True, reason="keys of float32 meet values of bfloat16 in the check of the rows")
 def test_maps_survive_a_norm_that_autocast_keeps_in_full_precision(make_qa, picture, questions):
     qa = make_qa(text=dict(qk_norm=True))
     for cross in qa.text.asking:  # on a GPU autocast does this by itself

@@ -101,7 +101,7 @@ def test_trainer_arguments_are_checked_by_name(tmp_path: Path, argument: str, me
 
 @pytest.mark.parametrize(
     ("setting", "named"),
-    [({"precision": "bf8"}, "bf8"), ({"accelerator": "abacus"}, "abacus"), ({"devices": -3}, "-3")],
+    [({"precision": "bf8"}, "bf8"), ({"accelerator": "abacus"}, "abacus"), ({"devices": -3}, "devices")],
 )
 def test_trainer_settings_that_lightning_refuses_are_one_line(
     tmp_path: Path, setting: dict[str, Any], named: str
