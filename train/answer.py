@@ -15,7 +15,7 @@ from regard.train.checkpoints import load
 from regard.train.loop import FitResult, fit
 from regard.train.module import RegardModule
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
-from regard.train.recipe import AnswerRecipe, load_recipe
+from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
 from regard.vit.errors import InputError
 
 MODEL, RECIPE = "model", "recipe.yaml"
@@ -114,6 +114,7 @@ def train_answer(
         resume=resume,
         save_every_steps=settings.save_every_steps,
         trainer=settings.trainer,
+        claimed=lambda: save_recipe(settings, out / RECIPE),
     )
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return TrainedAnswers(out / MODEL, result)

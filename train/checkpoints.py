@@ -103,7 +103,7 @@ class Checkpoints(Checkpoint):
     """Keeps `best.ckpt` and `last.ckpt`, resumes the position in the data, and stops the run on a signal.
 
     `settings` is what the data order depends on; resuming with other ones is an InputError. A score that is
-    not a number never becomes the best, and of equal ones the earliest stays.
+    not a number never becomes the best, and of equal ones the latest is kept, whose learning rate was lowest.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Checkpoints(Checkpoint):
         # A score may differ by rounding between ranks; saving is collective, so rank 0 decides for all.
         score = float(trainer.strategy.broadcast(float(metrics[self.monitor])))
         best = self.best_score
-        better = score == score and (best is None or (score > best if self.mode == "max" else score < best))
+        better = score == score and (best is None or (score >= best if self.mode == "max" else score <= best))
         if better:
             self.best_score = score
         return better

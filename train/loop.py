@@ -11,6 +11,7 @@ import inspect
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,13 +77,15 @@ def fit(
     resume: bool = False,
     save_every_steps: int | None = None,
     trainer: dict[str, Any] | None = None,
+    claimed: Callable[[], object] | None = None,
 ) -> FitResult:
     """Train to `epochs` epochs in the folder `out`, which gets the folders `checkpoints` and `logs`.
 
     `logs` holds `metrics.csv` and TensorBoard's events. `checkpoints/last.ckpt` is written after each
     epoch's validation and after every `save_every_steps` optimizer steps, `best.ckpt` when `monitor`
     improves. `resume=True` goes on from `last.ckpt`; on a CPU with the same settings the end is bit-equal
-    to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer by name.
+    to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer by name. `claimed` is called on
+    the first rank once `out` is known to be free and writable, before anything is trained.
 
     Raises InputError for what the user can mend, NonFiniteError when the loss or gradient is NaN, and
     Interrupted after Ctrl-C or SIGTERM, with `last.ckpt` saved.
@@ -106,6 +109,8 @@ def fit(
             )
             if built.is_global_zero:
                 _claim(out, resume)
+                if claimed is not None:
+                    claimed()
             module.train()
             _run(built, module, data, last if resume else None)
     except OSError as error:
