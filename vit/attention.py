@@ -53,7 +53,10 @@ class KeysValues:
 
     def __getitem__(self, index: Tensor | slice) -> "KeysValues":
         """Choose batch rows. A slice is a view; an index tensor copies."""
-        return KeysValues(self.k[index], self.v[index])
+        if isinstance(index, slice):
+            return KeysValues(self.k[index], self.v[index])
+        # The gradient of index_select adds rows; that of plain indexing sorts its way through single numbers.
+        return KeysValues(self.k.index_select(0, index), self.v.index_select(0, index))
 
     def expand(self, batch: int) -> "KeysValues":
         """Offer the one row to `batch` rows without copying it."""
