@@ -1,9 +1,13 @@
 """The `regard` command: each verb is a function; its flags are the function's arguments.
 
-A user's mistake is one line on stderr and exit code 2; Ctrl-C is 130, SIGTERM 143; a traceback is a bug.
+A user's mistake is one line on stderr and exit code 2; Ctrl-C is 130, SIGTERM 143, a reader that closed the pipe
+141 without a word, as from any other program; a traceback is a bug.
 """
 
+import io
 import json
+import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +18,7 @@ import regard
 
 _Build = Callable[[tuple[str, ...]], ArgumentParser]
 _Run = Callable[[dict[str, Any]], int]
+_ABOUT = "Regard turns pictures into tokens, lets words question them, and shows where every head looked."
 _VERBS = """verbs:
   demo                 train on easy-VQA, ask, draw: the main job in minutes on a CPU
   ask IMAGE QUESTION…  answers with probabilities, and a map for every word
@@ -28,8 +33,25 @@ _VERBS = """verbs:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no ö is told \xf6 rather than nothing
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _command(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains once more when it exits
+        return 141
+    except OSError as error:
+        return _fail(f"cannot write to standard output: {error.strerror or error}")
+
+
+def _command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: regard VERB …\n\n{regard.__doc__.split(chr(10))[0]}\n\n{_VERBS}")
+        usage = f"usage: regard VERB …\n\n{_ABOUT}\n\n{_VERBS}"
+        print(usage, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"regard {regard.__version__}")
@@ -48,6 +70,8 @@ def _guarded(build: _Build, run: _Run, verb: tuple[str, ...], arguments: list[st
         return run(_parse(build(verb), verb, arguments))
     except InputError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}")
@@ -58,7 +82,8 @@ def _guarded(build: _Build, run: _Run, verb: tuple[str, ...], arguments: list[st
         code = getattr(error, "exit_code", None)  # train's Interrupted, without importing Lightning to name it
         if code is None:
             raise
-        print(error, file=sys.stderr)
+        if code:  # the other ranks of a distributed run end with 0, and rank 0 speaks for all
+            print(error, file=sys.stderr)
         return code
 
 
@@ -82,7 +107,26 @@ def _parser(verb: tuple[str, ...], description: str) -> ArgumentParser:
 
 def _parse(parser: ArgumentParser, verb: tuple[str, ...], arguments: list[str]) -> dict[str, Any]:
     # Only what was typed: the functions hold their own defaults, and a resumed run the settings it was started with.
-    return parser.parse_args(arguments[len(verb) :], defaults=False).as_dict()
+    typed = [_NESTED.sub(lambda found: found[1] + found[2].replace(".", "/"), word) for word in arguments[len(verb) :]]
+    return {name: _unfolded(value) for name, value in parser.parse_args(typed, defaults=False).as_dict().items()}
+
+
+# jsonargparse loses one of two flags that reach into the same mapping within a mapping, so it meets them as one name.
+_NESTED = re.compile(r"^(--\w+\.)(\w+(?:\.\w+)+)(?==|$)")
+
+
+def _unfolded(value: Any) -> Any:
+    """`{"a/b": 1, "a": {"c": 2}}` as `{"a": {"b": 1, "c": 2}}`; what was typed later wins."""
+    from regard.vit.values import merged
+
+    if not isinstance(value, dict):
+        return value
+    whole: dict[str, Any] = {}
+    for name, inner in value.items():
+        for part in reversed(str(name).split("/")[1:]):
+            inner = {part: inner}
+        whole = merged(whole, {str(name).split("/")[0]: inner})
+    return whole
 
 
 def _with_json(parser: ArgumentParser) -> ArgumentParser:
@@ -138,7 +182,10 @@ def _train(verb: tuple[str, ...]) -> ArgumentParser:
 
 def _run_train(given: dict[str, Any]) -> int:
     as_json = given.pop("json", False)
-    return _show(regard.train_answer(given.pop("recipe", None), **given), as_json)
+    trained = regard.train_answer(given.pop("recipe", None), **given)
+    from lightning.pytorch.utilities import rank_zero_only
+
+    return _show(trained, as_json) if rank_zero_only.rank == 0 else 0  # type: ignore[attr-defined]
 
 
 def _run(function: str) -> Callable[[dict[str, Any]], int]:

@@ -4,10 +4,14 @@ Colours are perceptually uniform, each map has the scale its title states, and n
 that tell whether to trust it.
 """
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -18,49 +22,61 @@ from regard.vit import AttentionRows, Preprocess
 from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
 
-_PANEL = 2.1  # inches
+# Inches.
+_PANEL, _GAP, _TITLE, _HEADING = 2.1, 0.12, 0.36, 0.34
+_DPI = 110
+_ACROSS, _LINES = 8, 48
+"""Panels side by side, and lines of them in one picture: what a screen and the memory still hold."""
+_TITLE_LETTERS, _HEADING_LETTERS = 32, 26
+"""Letters that fit above a panel, and for each panel of a line into its heading."""
 _COLOURS = "magma"
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """The picture, under its map if there is one."""
+
+    title: str
+    heat: Tensor | None = None
+
+
 def word_figure(image: Image.Image, preprocess: Preprocess, answers: Sequence[Answer]) -> Figure:
-    """One row per question: the picture, then a panel per word. `image` is upright RGB."""
-    seen = _as_seen(image, preprocess)
-    words = [[w for w in answer.attention.words if any(c.isalnum() for c in w)] for answer in answers]
-    figure, grid = _grid(len(answers), 1 + max(len(w) for w in words), seen, 0.75)
-    for row, (answer, own) in enumerate(zip(answers, words, strict=True)):
-        first = grid[row][0]
-        first.imshow(seen)
-        first.set_title(f"{answer.text}  {answer.probability:.1%}", fontsize=9, fontweight="bold")
-        first.text(0, 1.28, answer.question, transform=first.transAxes, fontsize=10, ha="left")
-        places = [i for i, w in enumerate(answer.attention.words) if any(c.isalnum() for c in w)]
-        for axes, place, word in zip(grid[row][1:], places, own, strict=False):
-            heat, mass = answer.attention.map(place), answer.attention.mass(place)
-            _overlay(axes, seen, heat)
-            other = "".join(f", {name} {share:.0%}" for name, share in mass.items() if name != "patches" and share > 0)
-            axes.set_title(f"{word}\npeak {heat.max():.0%}{other}", fontsize=8)
-    return figure
+    """For each of the first `questions_drawn(answers)` questions the picture, then a panel per word.
+
+    `image` is upright RGB.
+    """
+    groups = []
+    for answer in answers[: questions_drawn(answers)]:
+        panels = [_Panel(f"{_plain(answer.text, _TITLE_LETTERS - 8)}  {answer.probability:.1%}")]
+        for place in _drawn_words(answer):
+            word, heat = answer.attention.words[place], answer.attention.map(place)
+            mass = {k: share for k, share in answer.attention.mass(place).items() if k != "patches" and share > 0}
+            panels.append(_Panel(f"{_plain(word, _TITLE_LETTERS)}\n{_evidence(heat, mass)}", heat))
+        groups.append((answer.question, panels))
+    return _sheet(groups, _as_seen(image, preprocess))
+
+
+def questions_drawn(answers: Sequence[Answer]) -> int:
+    """How many of the questions, from the first, one picture holds: at least one."""
+    drawn = lines = 0
+    for answer in answers:
+        lines += -(-(1 + len(_drawn_words(answer))) // _ACROSS)
+        if drawn and lines > _LINES:
+            break
+        drawn += 1
+    return drawn
 
 
 def head_figure(image: Image.Image, preprocess: Preprocess, rows: AttentionRows, title: str) -> Figure:
     """The class token's attention in one layer: the picture, the mean of the heads, then each head."""
-    seen = _as_seen(image, preprocess)
     maps = rows.patches[0, 0, :, 0]
-    figure, grid = _grid(1, 2 + len(maps), seen, 0.55)
-    panels = grid[0]
-    panels[0].imshow(seen)
-    panels[0].set_title(title, fontsize=8)
     masses = _masses(rows)
-    for axes, heat, mass, name in zip(
-        panels[1:],
-        [maps.mean(dim=0), *maps],
-        [{k: v.mean() for k, v in masses.items()}, *({k: v[h] for k, v in masses.items()} for h in range(len(maps)))],
-        ["mean of heads", *(f"head {h}" for h in range(len(maps)))],
-        strict=True,
-    ):
-        _overlay(axes, seen, heat)
-        other = "".join(f", {key} {float(share):.0%}" for key, share in mass.items())
-        axes.set_title(f"{name}\npeak {heat.max():.0%}{other}", fontsize=8)
-    return figure
+    mean = _evidence(maps.mean(dim=0), {name: mass.mean() for name, mass in masses.items()})
+    panels = [_Panel(""), _Panel(f"mean of heads\n{mean}", maps.mean(dim=0))]
+    for head, heat in enumerate(maps):
+        evidence = _evidence(heat, {name: mass[head] for name, mass in masses.items()})
+        panels.append(_Panel(f"head {head}\n{evidence}", heat))
+    return _sheet([(title, panels)], _as_seen(image, preprocess))
 
 
 def save(figure: Figure, path: str | Path) -> Path:
@@ -70,17 +86,30 @@ def save(figure: Figure, path: str | Path) -> Path:
         raise InputError(f"{path}: pictures are written as PNG; give a name ending in .png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: FigureCanvasAgg(figure).print_png(file))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # it is drawn as a box
+            write_atomically(path, lambda file: FigureCanvasAgg(figure).print_png(file))
     except OSError as error:
         raise InputError(f"cannot write {path} ({error.strerror or error}); choose another --out") from error
     return path
 
 
-def _as_seen(image: Image.Image, preprocess: Preprocess) -> np.ndarray:
+def _drawn_words(answer: Answer) -> list[int]:
+    """The places of the words that are more than punctuation; as many as one picture holds."""
+    places = [i for i, word in enumerate(answer.attention.words) if any(c.isalnum() for c in word)]
+    return places[: _ACROSS * _LINES - 1]
+
+
+def _as_seen(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     """The picture in the frame the model saw: itself where it was squashed, the cut where it was cropped."""
-    if preprocess.size is None or preprocess.fit == "squash":
-        return np.asarray(image)
-    return preprocess.pixels(image).permute(1, 2, 0).numpy()
+    if preprocess.size is not None and preprocess.fit == "crop":
+        image = Image.fromarray(preprocess.pixels(image).permute(1, 2, 0).numpy())
+    # Twice as sharp as a panel is enough; every panel would draw a photo's millions of pixels anew.
+    shrink = 2 * _PANEL * _DPI / max(image.size)
+    if shrink >= 1:
+        return image
+    width, height = (max(1, round(side * shrink)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BOX, reducing_gap=2.0)
 
 
 def _masses(rows: AttentionRows) -> dict[str, Tensor]:
@@ -90,22 +119,57 @@ def _masses(rows: AttentionRows) -> dict[str, Tensor]:
     return masses
 
 
-def _grid(rows: int, columns: int, seen: np.ndarray, header: float) -> tuple[Figure, list[list]]:
-    aspect = min(max(seen.shape[0] / seen.shape[1], 0.3), 3.0)
-    figure = Figure(figsize=(columns * _PANEL, rows * (_PANEL * aspect + header)), dpi=110, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    return figure, [list(row) for row in grid]
+def _evidence(heat: Tensor, mass: dict[str, float] | dict[str, Tensor]) -> str:
+    """The peak that a map's colours end at, and what of the attention fell beside the patches."""
+    return f"peak {heat.max():.0%}" + "".join(f", {name} {float(share):.0%}" for name, share in mass.items())
 
 
-def _overlay(axes: "object", seen: np.ndarray, heat: Tensor) -> None:
+def _plain(text: str, letters: int) -> str:
+    """`text` on one line, and cut where there is no room."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= letters else f"{text[: letters - 1]}…"
+
+
+@matplotlib.rc_context(matplotlib.rcParamsDefault)  # a person's own matplotlibrc may typeset every text as TeX
+def _sheet(groups: Sequence[tuple[str, Sequence[_Panel]]], seen: Image.Image) -> Figure:
+    """Groups of panels one below the other, each under its heading, long ones on several lines.
+
+    Every place is computed here: matplotlib's layout engines take minutes for some hundred panels, and give up
+    where a text is too wide.
+    """
+    tall = _PANEL * min(max(seen.height / seen.width, 0.3), 3.0)
+    columns = min(_ACROSS, max(len(panels) for _, panels in groups))
+    lines = sum(-(-len(panels) // columns) for _, panels in groups)
+    width = columns * (_PANEL + _GAP) + _GAP
+    height = len(groups) * _HEADING + lines * (tall + _TITLE + _GAP) + _GAP
+    figure = Figure(figsize=(width, height), dpi=_DPI)
+    top = height - _GAP
+    for heading, panels in groups:
+        heading = _plain(heading, columns * _HEADING_LETTERS)
+        figure.text(_GAP / width, top / height, heading, fontsize=10, va="top", parse_math=False)
+        top -= _HEADING
+        for number, panel in enumerate(panels):
+            line, column = divmod(number, columns)
+            bottom = top - line * (tall + _TITLE + _GAP) - _TITLE - tall
+            left = _GAP + column * (_PANEL + _GAP)
+            axes = figure.add_axes((left / width, bottom / height, _PANEL / width, tall / height))
+            axes.set_axis_off()
+            bold = "normal" if panel.heat is not None else "bold"
+            axes.set_title(panel.title, fontsize=8, fontweight=bold, pad=3, parse_math=False)
+            if panel.heat is None:
+                axes.imshow(np.asarray(seen))
+            else:
+                _overlay(axes, seen, panel.heat)
+        top -= -(-len(panels) // columns) * (tall + _TITLE + _GAP)
+    return figure
+
+
+def _overlay(axes: Axes, seen: Image.Image, heat: Tensor) -> None:
     """The map over the greyed picture, from 0 to its own peak; patches keep their hard edges."""
-    grey = np.asarray(Image.fromarray(seen).convert("L"))
-    extent = (-0.5, seen.shape[1] - 0.5, seen.shape[0] - 0.5, -0.5)
-    axes.imshow(grey, cmap="gray", vmin=0, vmax=255)  # type: ignore[attr-defined]
+    extent = (-0.5, seen.width - 0.5, seen.height - 0.5, -0.5)
+    axes.imshow(np.asarray(seen.convert("L")), cmap="gray", vmin=0, vmax=255)
     values = heat.float().cpu().numpy()
     top = float(values.max()) or 1.0
-    axes.imshow(  # type: ignore[attr-defined]
+    axes.imshow(
         values, cmap=_COLOURS, vmin=0, vmax=top, alpha=0.25 + 0.6 * values / top, extent=extent, interpolation="nearest"
     )

@@ -7,7 +7,7 @@ import torch
 
 from regard.crossattn import ImageQA
 from regard.vit import ViT, checkpoint
-from regard.vit.errors import InputError
+from regard.vit.errors import InputError, reason
 
 DEMO = "demo"
 
@@ -34,10 +34,9 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        torch.zeros(1, device=chosen).item()  # some devices exist by name only, and "meta" computes nothing
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"device {device!r} cannot be used ({reason}); choose auto, cpu or cuda") from error
+        raise InputError(f"device {device!r} cannot be used ({reason(error)}); choose auto, cpu or cuda") from error
     return chosen
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from regard.crossattn.text import TextConfig
-from regard.vit.config import ViTConfig
+from regard.vit.config import ViTConfig, changed_vit
 from regard.vit.errors import InputError, check_choices
 from regard.vit.preprocess import Preprocess
+from regard.vit.values import changed
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class ImageQAConfig:
         if self.vit.pooling == "map":
             raise InputError(
                 "ImageQAConfig.vit.pooling is 'map', whose weights no question would train; use 'cls' or 'mean'"
+            )
+        if self.vit.channels != len(self.vit.preprocess.mean):
+            raise InputError(
+                f"ImageQAConfig.vit.channels is {self.vit.channels}, its preprocess makes pictures of"
+                f" {len(self.vit.preprocess.mean)}; set preprocess.mean and std to as many values"
             )
         if not self.answers:
             raise InputError("ImageQAConfig.answers is empty; a model needs at least one answer to give")
@@ -75,19 +81,9 @@ def preset_config(
     if isinstance(answers, str):
         raise InputError("answers is one text; give a list of answers")
     base_vit, base_text = _PRESETS[name]
-    if "image_size" in vit:
-        vit = {"preprocess": replace(base_vit.preprocess, size=tuple(vit["image_size"])), **vit}
-        vit["image_size"] = tuple(vit["image_size"])
     return ImageQAConfig(
-        vit=_changed(base_vit, vit),
-        text=_changed(replace(base_text, vocab_size=vocab_size), text),
+        vit=changed_vit(base_vit, vit),
+        text=changed(replace(base_text, vocab_size=vocab_size), text),
         answers=tuple(answers),
         score=score,
     )
-
-
-def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    known = set(config.__dataclass_fields__)
-    if unknown := sorted(set(changes) - known):
-        raise InputError(f"{type(config).__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    return replace(config, **changes)

@@ -55,18 +55,22 @@ class CrossAttention(nn.Module):
         Args:
             context: `(B, N, context_dim)` or what `remember` made of it.
             mask: which context tokens may be read, bool `(B, N)`; a row that may read none adds exactly 0.
-            of: for each of the Q rows of `x` the context row it asks, `(Q,)`; default row i asks row i, and
-                a single context row is asked by all.
+            of: for each of the Q rows of `x` the context row it asks, `(Q,)`. By default each context row is
+                asked by an equal share of them, in order: nothing is copied then, since rows that ask the same
+                context stand side by side as more queries.
             asked: a list that receives the queries `(Q, H, T, K)`, for maps.
+
+        Raises:
+            ValueError: Q is no multiple of B, and `of` does not say which row asks which.
         """
         kv = context if isinstance(context, KeysValues) else self.attn.remember(context)
-        if len(kv) == 1:
-            kv = kv.expand(x.shape[0])
-        elif of is not None:
+        if of is not None:
             kv, mask = kv[of], None if mask is None else mask[of]
-        mask = None if mask is None else mask[:, None, None, :]
-        q, kv = self.attn.project(x, kv)
+        rows, tokens, dim = x.shape
+        if rows % len(kv):
+            raise ValueError(f"{rows} rows of queries are no equal shares for {len(kv)} rows of context; pass `of`")
+        q, kv = self.attn.project(x.reshape(len(kv), -1, dim), kv)
         if asked is not None:
-            asked.append(q)
-        out = self.attn.answer(q, kv, mask)
+            asked.append(q.unflatten(2, (-1, tokens)).transpose(1, 2).flatten(0, 1))
+        out = self.attn.answer(q, kv, None if mask is None else mask[:, None, None, :]).reshape(rows, tokens, dim)
         return out if self.gate is None else torch.tanh(self.gate) * out

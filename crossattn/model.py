@@ -155,21 +155,32 @@ class ImageQA(nn.Module):
             return rearrange([], questions)
         encoded = self.tokenizer(flat, self.config.text.max_tokens)
         asked: list[Tensor] = []
+        per_image = [of.count(image) for image in range(len(memory))]
+        in_shares = None if len(set(per_image)) == 1 else torch.tensor(of)
         with self._evaluating():
-            logits = self.logits(memory, encoded.ids, encoded.mask, torch.tensor(of), asked=asked)
+            logits = self.logits(memory, encoded.ids, encoded.mask, in_shares, asked=asked)
         return rearrange(self._answers(flat, of, encoded, memory, logits.float(), asked, top), questions)
 
     def logits(
-        self, memory: Memory, ids: Tensor, mask: Tensor, of: Tensor, *, asked: list[Tensor] | None = None
+        self,
+        memory: Memory,
+        ids: Tensor,
+        mask: Tensor,
+        of: Tensor | None = None,
+        *,
+        asked: list[Tensor] | None = None,
     ) -> Tensor:
-        """Scores of every answer, `(Q, A)`: `ids` and `mask` are `(Q, T)`, `of (Q,)` names each question's image."""
+        """Scores of every answer, `(Q, A)`: `ids` and `mask` are `(Q, T)`, `of (Q,)` names each question's image.
+
+        Without `of` each image has an equal share of the questions, in order; this copies no keys or values.
+        """
         if len(memory.layers) != len(self.text.asking):
             raise InputError(
                 f"this memory has {len(memory.layers)} layers of keys and values, this model asks"
                 f" {len(self.text.asking)}: another model made it; look at the picture with this one"
             )
         device = self.head.weight.device
-        ids, mask, of = ids.to(device), mask.to(device), of.to(device)
+        ids, mask, of = ids.to(device), mask.to(device), None if of is None else of.to(device)
         states = self.text(ids, mask, memory.layers, memory.visible, of, asked)
         return self.head(self.text.pool(states, mask))
 

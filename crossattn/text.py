@@ -56,8 +56,10 @@ class TextConfig:
         check_choices(self, "norm", "activation", "pooling")
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"TextConfig.dropout is {self.dropout}; it must lie in [0, 1)")
-        for name in ("vocab_size", "dim", "depth", "heads", "max_tokens", "cross_every"):
-            if getattr(self, name) < 1:
+        if not self.norm_eps >= 0:
+            raise InputError(f"TextConfig.norm_eps is {self.norm_eps}; it must be 0 or more")
+        for name in ("vocab_size", "dim", "depth", "heads", "hidden_dim", "max_tokens", "cross_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"TextConfig.{name} is {getattr(self, name)}; it must be at least 1")
         if self.dim % self.heads:
             raise InputError(f"TextConfig.dim {self.dim} is no multiple of heads {self.heads}")
@@ -136,7 +138,7 @@ class TextEncoder(nn.Module):
             ids, mask: `(Q, T)`, mask True on real tokens.
             images: keys and values per layer that asks, of B images; empty to read text alone.
             visible: which image tokens exist, bool `(B, N)`, or None for all.
-            of: the image of each question, `(Q,)`.
+            of: the image of each question, `(Q,)`; by default each image has an equal share of them, in order.
             asked: receives the cross-attention queries of each asking layer, for maps.
         """
         x = self.words(ids) + self.positions[: ids.shape[1]]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,9 +45,10 @@ def open_image(
         return _decode(source, name if isinstance(name, str) else "the image", background, max_pixels)
     name = os.fspath(source)
     try:
-        file = open(source, "rb")  # noqa: SIM115
+        file = open(source, "rb", opener=_at_once)  # noqa: SIM115
     except FileNotFoundError as error:
-        raise InputError(f"{shown(name)}: no such file") from error
+        hint = "; download the picture first" if re.match(r"\w+:/", name) else ""
+        raise InputError(f"{shown(name)}: no such file{hint}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         if isinstance(error, OSError) and os.path.isdir(source):
             problem = "a folder, not an image file"
@@ -56,7 +58,14 @@ def open_image(
             problem = f"cannot be opened ({_reason(error)})"
         raise InputError(f"{shown(name)}: {problem}") from error
     with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InputError(f"{shown(name)}: a pipe or a device, not an image file; save the picture to a file first")
         return _decode(file, name, background, max_pixels)
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting: a named pipe would keep a plain `open` until somebody writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def shown(path: str | os.PathLike[str]) -> str:

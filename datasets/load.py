@@ -8,6 +8,7 @@ from regard.datasets.questions import QuestionSet
 from regard.datasets.rows import SUFFIXES
 from regard.datasets.table import load_table
 from regard.vit.errors import InputError
+from regard.vit.files import typed_path
 
 
 def load_questions(source: str | Path, split: str) -> QuestionSet:
@@ -19,7 +20,7 @@ def load_questions(source: str | Path, split: str) -> QuestionSet:
     """
     if source == "easy-vqa":
         return load_easy_vqa(split)
-    path = Path(source)
+    path = typed_path(source)
     if path.is_file():
         return load_table(path)
     if not path.is_dir():

@@ -10,13 +10,16 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from regard.crossattn import ImageQA
+from regard.crossattn.model import TOKENIZER
 from regard.datasets import load_questions, require_coverage, vocabulary
 from regard.train.checkpoints import load
 from regard.train.loop import FitResult, fit
 from regard.train.module import RegardModule
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
+from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
+from regard.vit.files import typed_path
 
 MODEL, RECIPE = "model", "recipe.yaml"
 
@@ -35,8 +38,9 @@ class AnswerModule(RegardModule):
         return self.model.logits(memory, batch.ids, batch.mask, batch.of)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = answer_loss(self.logits(batch), batch.targets, self.model.config.score).mean()
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.of))
+        losses, counts = answer_loss(self.logits(batch), batch.targets, self.model.config.score), batch.counts.float()
+        loss = (losses * counts).sum() / counts.sum()
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.ids))
         return self.check_finite(loss, batch.image_ids)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -102,7 +106,7 @@ def train_answer(
     run in `out` goes on, with its own recipe, to the weights it would have reached uninterrupted.
     Raises InputError for what the user can mend, Interrupted after Ctrl-C or SIGTERM.
     """
-    out = Path(out)
+    out = typed_path(out)
     settings = _settings(recipe, out, resume, changes)
     module, data = prepare(settings)
     result = fit(
@@ -114,7 +118,7 @@ def train_answer(
         resume=resume,
         save_every_steps=settings.save_every_steps,
         trainer=settings.trainer,
-        claimed=lambda: save_recipe(settings, out / RECIPE),
+        claimed=lambda: _claim(settings, out),
     )
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return TrainedAnswers(out / MODEL, result)
@@ -122,6 +126,11 @@ def train_answer(
     module.load_state_dict(best)
     module.model.cpu().save_pretrained(out / MODEL)
     return TrainedAnswers(out / MODEL, result)
+
+
+def _claim(settings: AnswerRecipe, out: Path) -> None:
+    require_place(out / MODEL, TOKENIZER)  # before the training, not after it
+    save_recipe(settings, out / RECIPE)
 
 
 def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
@@ -176,5 +185,7 @@ def _settings(recipe: str | Path | None, out: Path, resume: bool, changes: dict[
     if recipe is not None:
         raise InputError(f"a resumed run follows its own {out / RECIPE}; leave the recipe out")
     if not (out / RECIPE).is_file():
-        raise InputError(f"nothing to resume: there is no {out / RECIPE}; start the run without resume, or check --out")
+        raise InputError(
+            f"nothing to resume: there is no {out / RECIPE}; check --out; a run without its recipe cannot be resumed"
+        )
     return load_recipe(out / RECIPE, **changes)

@@ -13,6 +13,8 @@ checkpoint in memory. The callback and the writer below do these few things only
 - A file appears whole or not at all, and loading one executes nothing.
 """
 
+import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +28,7 @@ from regard.train.interrupt import Interrupts
 from regard.train.logs import MetricsTable
 from regard.train.module import NonFiniteError
 from regard.train.steps import train_batches
-from regard.vit.errors import InputError
+from regard.vit.errors import InputError, reason
 from regard.vit.files import write_atomically
 
 KEY = "regard"
@@ -43,10 +45,8 @@ class AtomicFiles(CheckpointIO):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda file: _save(checkpoint, file))
         except OSError as error:
-            raise InputError(
-                f"cannot write the checkpoint {path}: {error.strerror or error}; the one before it is whole; "
-                "make room, then pass --resume"
-            ) from error
+            before = "the one before it is whole; make room, then pass --resume" if path.exists() else "make room"
+            raise InputError(f"cannot write the checkpoint {path}: {error.strerror or error}; {before}") from error
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read `path`; InputError where it is missing, damaged, or would have to execute something."""
@@ -59,14 +59,23 @@ class AtomicFiles(CheckpointIO):
 def load(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """A training checkpoint as a dict of tensors and plain values, or InputError naming the file."""
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a foreign pickle before it refuses it
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError as error:
         raise InputError(f"there is no checkpoint {path}") from error
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except pickle.UnpicklingError as error:
         raise InputError(
-            f"the checkpoint {path} cannot be read: {reason[:200]}; pass another checkpoint or start anew"
+            f"the checkpoint {path} is damaged, or holds more than tensors and plain values, which could run code: "
+            "refused; pass another checkpoint or start anew"
         ) from error
+    except Exception as error:
+        raise InputError(
+            f"the checkpoint {path} cannot be read: {reason(error)}; pass another checkpoint or start anew"
+        ) from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise InputError(f"{path} is no training checkpoint: it holds no state_dict")
+    return checkpoint
 
 
 class _Watched:
@@ -134,7 +143,7 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint[KEY]
         _compare_settings(saved["settings"], self.settings(trainer), self.last)
-        self.best_score = saved["best_score"]
+        self.best_score = saved["best_score"] if self.best.exists() else None  # a deleted best is no best
         self.epochs_done = saved["epoch"]
         self._position = (saved["epoch"], saved["batch"])
         train_batches(trainer).set_position(*self._position)

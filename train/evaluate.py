@@ -65,7 +65,7 @@ def evaluate_answer(
     for done, batch in enumerate(loader, start=1):
         memory = model.remember(model.preprocess.normalize(batch.pixels.to(device)))
         logits = model.logits(memory, batch.ids, batch.mask, batch.of)
-        right += is_right(logits, batch.targets.to(device)).tolist()
+        right += is_right(logits, batch.targets.to(device))[batch.counts.to(device)].tolist()
         if progress is not None:
             progress(min(done * batch_images, len(dataset)), len(dataset))
     model.train(training)

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
 
 _SAVE_EVERY_S = 10.0
@@ -31,8 +32,11 @@ class MetricsTable(Logger):
         self._written = time.monotonic()
         self._rows: list[dict[str, Any]] = []
         if resume_step is not None and path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                self._rows = [row for row in csv.DictReader(file) if int(row["step"]) < resume_step]
+            try:
+                with path.open(newline="", encoding="utf-8") as file:
+                    self._rows = [row for row in csv.DictReader(file) if int(row["step"]) < resume_step]
+            except (ValueError, KeyError, TypeError, csv.Error) as error:
+                raise InputError(f"{path}: not the table this run wrote; move it away, then resume") from error
 
     @property
     def name(self) -> str:

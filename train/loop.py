@@ -11,7 +11,8 @@ import inspect
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +30,13 @@ from regard.train.module import RegardModule
 from regard.train.progress import progress_callbacks, quiet_lightning
 from regard.train.randomness import StepRandomness
 from regard.train.steps import batches_per_epoch, steps_per_epoch, total_steps, train_batches
-from regard.vit.errors import InputError
-from regard.vit.files import write_atomically
+from regard.vit.errors import InputError, reason
+from regard.vit.files import typed_path, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _OURS = {
     "max_epochs": "set the number of epochs with --epochs",
@@ -91,7 +97,7 @@ def fit(
     Interrupted after Ctrl-C or SIGTERM, with `last.ckpt` saved.
     """
     began = time.monotonic()
-    out = Path(out)
+    out = typed_path(out)
     last = out / "checkpoints" / "last.ckpt"
     for name, value in {"epochs": epochs, "save_every_steps": save_every_steps}.items():
         if value is not None and value < 1:
@@ -103,12 +109,12 @@ def fit(
 
     random_state = torch.get_rng_state()
     try:
-        with quiet_lightning(), Interrupts() as interrupts:
+        with ExitStack() as held, quiet_lightning(), Interrupts() as interrupts:
             built, checkpoints = _build(
                 out, trainer or {}, interrupts, position, epochs, seed, monitor, mode, save_every_steps
             )
             if built.is_global_zero:
-                _claim(out, resume)
+                held.enter_context(_claim(out, resume))
                 if claimed is not None:
                     claimed()
             module.train()
@@ -173,9 +179,8 @@ def _build(
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"Lightning refuses these trainer settings: {reason}") from error
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"Lightning refuses these trainer settings: {reason(error)}") from error
     return trainer, checkpoints
 
 
@@ -187,10 +192,24 @@ def _run(trainer: Trainer, module: RegardModule, data: LightningDataModule, chec
     except BaseException as error:
         # Ranks that the launcher started would wait in a collective for the one that failed.
         graceful = isinstance(error, Interrupted) and not error.at_once
-        kill = getattr(trainer.strategy.launcher, "kill", None)
+        launcher = trainer.strategy.launcher
+        kill = getattr(launcher, "kill", None)
+        failed_first = isinstance(error, RuntimeError) and _refused(getattr(launcher, "procs", []))
         if kill is not None and not graceful:
             kill(signal.SIGKILL)
+        if failed_first:
+            raise InputError("another process of this run stopped the training; its message stands above") from error
+        if isinstance(error, MisconfigurationException):
+            raise InputError(f"Lightning refuses these trainer settings: {reason(error)}") from error
         raise
+
+
+def _refused(processes: list[Any]) -> bool:
+    """Whether one of the launched ranks ended with a user's mistake: then a collective broke here, not we."""
+    until = time.monotonic() + 2
+    while time.monotonic() < until and processes and all(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    return any(process.poll() == 2 for process in processes)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
@@ -202,6 +221,12 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known - set(_OURS), n=1)
             hint = f"; did you mean trainer.{near[0]}?" if near else ""
             raise InputError(f"Lightning's Trainer has no argument {name!r}{hint}")
+    for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
+        value = arguments.get(name)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise InputError(f"trainer.{name} is {value!r}; it must be a whole number of at least 1")
+    if odd := [c for c in _as_list(arguments.get("callbacks")) if not isinstance(c, Callback)]:
+        raise InputError(f"trainer.callbacks holds {odd[0]!r}, which is no Callback; only Python can pass one")
 
 
 def _precision(arguments: dict[str, Any]) -> str:
@@ -231,10 +256,14 @@ def _resumed_position(last: Path) -> dict[str, Any]:
     return checkpoint[KEY]
 
 
-def _claim(out: Path, resume: bool) -> None:
+@contextmanager
+def _claim(out: Path, resume: bool) -> Iterator[None]:
+    """Hold `out` for this process alone; a killed one holds nothing."""
     checkpoints = out / "checkpoints"
-    if not resume and any(checkpoints.glob("*.ckpt")):
+    if not resume and (checkpoints / "last.ckpt").exists():
         raise InputError(f"{out} already holds a run; pass --resume to go on with it, or another --out")
+    if not resume and (found := sorted(checkpoints.glob("*.ckpt"))):
+        raise InputError(f"{found[0]} is of a run without last.ckpt to resume from; remove it, or choose another --out")
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         (out / "logs").mkdir(exist_ok=True)
@@ -246,6 +275,18 @@ def _claim(out: Path, resume: bool) -> None:
     # What a killed run was writing when it died.
     for leftover in checkpoints.glob(".*.part"):
         leftover.unlink(missing_ok=True)
+    lock = checkpoints / ".lock"
+    with lock.open("ab") as file:
+        try:
+            # Not flock: forked data workers would inherit that, and outlive a killed trainer for seconds.
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"another process is training in {out}; wait for it, or choose another --out") from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _finished(module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float) -> FitResult:
@@ -255,7 +296,7 @@ def _finished(module: RegardModule, last: Path, position: dict[str, Any], epochs
     print(f"{last.parent.parent} is finished: {done}; nothing to train", file=sys.stderr, flush=True)
     best, score = last.with_name("best.ckpt"), position["best_score"]
     return FitResult(
-        best=best if score is not None else None,
+        best=best if score is not None and best.exists() else None,
         last=last,
         best_score=score,
         epochs_done=position["epoch"],

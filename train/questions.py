@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,10 +17,12 @@ from regard.crossattn import TextTokenizer
 from regard.datasets import Question, QuestionSet, open_image
 from regard.train.interrupt import ignore_ctrl_c
 from regard.train.sampling import Draw, EvalBatches, TrainBatches, sample_seed
+from regard.train.workers import Telling, TellingData
 from regard.vit import Preprocess
 from regard.vit.errors import InputError
 
 _CACHE_BYTES = 1 << 30
+_WORTH_FILLING = 1.25
 
 
 @dataclass
@@ -31,16 +32,16 @@ class Batch:
     Attributes:
         pixels: uint8 `(B, C, height, width)`.
         ids, mask: question tokens `(Q, T)`, mask True on real tokens.
-        of: the picture of each question `(Q,)`.
+        of: the picture of each question `(Q,)`; None where each picture has an equal share of them, in order.
         targets: share of each answer `(Q, A)`; a row of zeros when no right answer is in the list.
-        counts: True where a question is to be scored `(Q,)`; False on padding of an evaluation shard.
+        counts: True where a question is to be scored `(Q,)`; False on those that fill a share or an evaluation shard.
         image_ids: names of the pictures, for messages.
     """
 
     pixels: Tensor
     ids: Tensor
     mask: Tensor
-    of: Tensor
+    of: Tensor | None
     targets: Tensor
     counts: Tensor
     image_ids: list[str]
@@ -79,20 +80,25 @@ class QuestionBatches(Dataset[Batch]):
 
     def __getitems__(self, draws: list[Draw]) -> Batch:
         """The whole batch at once (the data loader's batched fetch)."""
+        chosen = [self._chosen(draw) for draw in draws]
+        share, total = max(map(len, chosen)), sum(map(len, chosen))
+        # Equal shares spare a copy of every image's keys and values per question; a few repeated questions are cheaper.
+        even = all(chosen) and share * len(draws) <= _WORTH_FILLING * total
         rows, of, targets, counts = [], [], [], []
-        for place, draw in enumerate(draws):
-            for question in self._chosen(draw):
+        for place, (draw, questions) in enumerate(zip(draws, chosen, strict=True)):
+            fill = [questions[-1]] * (share - len(questions)) if even else []
+            for number, question in enumerate([*questions, *fill]):
                 rows.append(self.rows[question.text])
                 of.append(place)
                 targets.append(self._target(question))
-                counts.append(draw.valid)
+                counts.append(draw.valid and number < len(questions))
         mask = self.mask[rows]
         longest = int(mask.sum(dim=1).max()) if rows else 0
         return Batch(
             pixels=torch.stack([self._shifted(self._pixels(draw.index), draw) for draw in draws]),
             ids=self.ids[rows, :longest],
             mask=mask[:, :longest],
-            of=torch.tensor(of, dtype=torch.long),
+            of=None if even else torch.tensor(of, dtype=torch.long),
             targets=torch.stack(targets) if targets else torch.zeros(0, len(self.columns)),
             counts=torch.tensor(counts, dtype=torch.bool),
             image_ids=[self.images[draw.index].id for draw in draws],
@@ -131,7 +137,7 @@ class QuestionBatches(Dataset[Batch]):
         return padded[:, top : top + pixels.shape[1], left : left + pixels.shape[2]]
 
 
-class QuestionData(LightningDataModule):
+class QuestionData(TellingData):
     """Training and held-out batches of one question set."""
 
     def __init__(
@@ -154,7 +160,7 @@ class QuestionData(LightningDataModule):
 
     def _loader(self, dataset: QuestionBatches, batches: Any) -> DataLoader[Any]:
         return DataLoader(
-            dataset,
+            Telling(dataset),
             batch_sampler=batches,
             collate_fn=_as_it_is,
             num_workers=self.workers,

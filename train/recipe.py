@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
-from regard.vit.checkpoint import from_json, to_json
 from regard.vit.errors import InputError
-from regard.vit.files import write_atomically
+from regard.vit.files import typed_path, write_atomically
+from regard.vit.values import from_json, merged, to_json
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,16 @@ class AnswerRecipe:
             )
         if not 0 < self.lr < float("inf"):
             raise InputError(f"lr is {self.lr}; it must be above 0")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise InputError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        if not 0 <= self.beta2 < 1:
+            raise InputError(f"beta2 is {self.beta2}; it must lie in [0, 1)")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm is {self.clip_norm}; it must be above 0, or null for no limit")
+        if not 0 < self.held_out < 1:
+            raise InputError(f"held_out is {self.held_out}; it must lie between 0 and 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed}; it must fit into 64 bits")
 
 
 def names() -> list[str]:
@@ -90,11 +100,14 @@ def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe
     `vit`, `text` and `trainer` are merged key by key; every other field is replaced.
     Raises InputError for an unknown recipe or field, or a value of the wrong kind.
     """
-    path = Path(source)
+    path = typed_path(source)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise InputError(f"{path}: no such recipe file")
-        text, where = path.read_text(encoding="utf-8"), str(path)
+        try:
+            text, where = path.read_text(encoding="utf-8"), str(path)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not UTF-8 text; a recipe is a YAML file") from error
     elif str(source) in names():
         text, where = (files("regard.train.recipes") / f"{source}.yaml").read_text(encoding="utf-8"), f"recipe {source}"
     else:
@@ -103,20 +116,17 @@ def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe
         )
     try:
         values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise InputError(f"{where}: a recipe is a mapping from fields to values")
     defaults = to_json(AnswerRecipe())
     for name in (*values, *changes):
         if name not in defaults:
-            near = difflib.get_close_matches(name, defaults, n=1)
+            near = difflib.get_close_matches(str(name), defaults, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"{where}: a recipe has no field {name!r}{hint}")
-    merged = {**defaults, **values}
-    for name, value in changes.items():
-        merged[name] = {**merged[name], **value} if isinstance(value, dict) else value
-    return from_json(merged, AnswerRecipe, where)
+    return from_json(merged({**defaults, **values}, changes), AnswerRecipe, where)
 
 
 def save_recipe(recipe: AnswerRecipe, path: Path) -> None:

@@ -40,6 +40,11 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return mix(seed, epoch, index)
 
 
+def _check_batch(size: int) -> None:
+    if size < 1:
+        raise InputError(f"the batch size is {size}; it must be at least 1")
+
+
 class TrainBatches(Sampler[list[Draw]]):
     """Shuffled training batches: one permutation per epoch, dealt to all ranks in disjoint pieces.
 
@@ -54,6 +59,7 @@ class TrainBatches(Sampler[list[Draw]]):
     def __init__(
         self, size: int, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, drop_last: bool = True
     ) -> None:
+        _check_batch(batch_size)
         needed = batch_size * world if drop_last else world
         if size < needed:
             raise InputError(
@@ -99,6 +105,7 @@ class EvalBatches(Sampler[list[Draw]]):
     """
 
     def __init__(self, size: int, batch_size: int, *, rank: int = 0, world: int = 1) -> None:
+        _check_batch(batch_size)
         if size < 1:
             raise InputError("the evaluation set is empty: there is nothing to score")
         self.size, self.batch_size, self.rank, self.world = size, batch_size, rank, world

@@ -3,6 +3,7 @@
 from lightning.pytorch import Trainer
 
 from regard.train.sampling import TrainBatches
+from regard.vit.errors import InputError
 
 
 def train_batches(trainer: Trainer) -> TrainBatches:
@@ -11,9 +12,15 @@ def train_batches(trainer: Trainer) -> TrainBatches:
 
 
 def batches_per_epoch(trainer: Trainer) -> int:
-    """Training batches of one epoch on each rank, `limit_train_batches` applied as Lightning applies it."""
+    """Training batches of one epoch on each rank, `limit_train_batches` applied as Lightning applies it.
+
+    Raises InputError where that leaves none.
+    """
     batches, limit = len(train_batches(trainer)), trainer.limit_train_batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    left = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if left < 1:
+        raise InputError(f"trainer.limit_train_batches {limit} leaves none of the {batches} batches of an epoch")
+    return left
 
 
 def steps_per_epoch(trainer: Trainer) -> int:

@@ -4,13 +4,11 @@
 unused or misshapen one is an error that names it.
 """
 
-import dataclasses
 import difflib
+import functools
 import json
 import shutil
 import tempfile
-import types
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +19,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from regard.vit.errors import InputError
-from regard.vit.files import write_atomically
+from regard.vit.errors import InputError, reason
+from regard.vit.files import typed_path, write_atomically
+from regard.vit.values import from_json, to_json
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -34,7 +33,7 @@ def find(source: str | Path) -> Path:
 
     Raises InputError naming what was looked for.
     """
-    folder = Path(source).expanduser()
+    folder = typed_path(source)
     if folder.is_dir():
         run = folder / "model"  # a training run keeps its model there
         return run if not (folder / CONFIG).exists() and (run / CONFIG).exists() else folder
@@ -49,8 +48,8 @@ def find(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, "tokenizer.json"]))
     except Exception as error:  # the hub's own kinds, and whatever the HTTP client beneath it lets through
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"no model called {name!r}: no such folder, and the hub did not give it ({reason})") from error
+        said = reason(error)
+        raise InputError(f"no model called {name!r}: no such folder, and the hub did not give it ({said})") from error
 
 
 def save(
@@ -64,11 +63,8 @@ def save(
     `extra` maps further file names to functions that write them at a given path.
     Raises InputError where `folder` holds something else than a model; OSError as the file system gives it.
     """
-    folder = Path(folder).expanduser().resolve()
-    if folder.exists() and not (
-        folder.is_dir() and {f.name for f in folder.iterdir()} <= {CONFIG, WEIGHTS, *(extra or {})}
-    ):
-        raise InputError(f"{folder}: exists and is no saved model; choose another folder")
+    folder = typed_path(folder).resolve()
+    require_place(folder, *(extra or {}))
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
     try:
@@ -97,6 +93,15 @@ def save(
         raise
 
 
+def require_place(folder: Path, *extra: str) -> None:
+    """Raise InputError where `folder` holds anything that no model of ours with the files `extra` would hold."""
+    if not folder.exists():
+        return
+    odd = sorted({f.name for f in folder.iterdir()} - {CONFIG, WEIGHTS, *extra}) if folder.is_dir() else [folder.name]
+    if odd:
+        raise InputError(f"{folder}: exists and is no saved model ({odd[0]!r} is there); choose another folder")
+
+
 def load(folder: Path, config_type: type, build: Callable[[Any], Model]) -> Model:
     """Read the passport, build the model, and fill in every tensor. The model comes in inference mode.
 
@@ -109,6 +114,11 @@ def load(folder: Path, config_type: type, build: Callable[[Any], Model]) -> Mode
     tensors = read_tensors(folder / WEIGHTS)
     expected = model.state_dict()
     _account(folder / WEIGHTS, expected, tensors)
+    # A file in half precision stays so; one that mixes precisions becomes the widest, for layers compute in one.
+    floats = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(floats) > 1:
+        widest = functools.reduce(torch.promote_types, floats)
+        tensors = {name: t.to(widest) if t.is_floating_point() else t for name, t in tensors.items()}
     model.load_state_dict(tensors, assign=True)
     return model.requires_grad_(True).eval()
 
@@ -176,51 +186,3 @@ def _pickle_note(path: Path) -> str:
         head = file.read(4)
     pickled = head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or head == b"PK\x03\x04"
     return "; it looks like a pickle, which can run code when opened: refused" if pickled else ""
-
-
-def to_json(config: Any) -> dict[str, Any]:
-    """A frozen dataclass as plain JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def from_json(values: Any, kind: Any, where: str) -> Any:
-    """JSON values back to the annotated type `kind`. Raises InputError naming the field at fault."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(values, dict):
-            raise InputError(f"{where}: expected an object for {kind.__name__}, found {values!r}")
-        hints = typing.get_type_hints(kind)
-        if unknown := sorted(set(values) - set(hints)):
-            raise InputError(f"{where}: unknown field {unknown[0]!r}; {kind.__name__} has {', '.join(hints)}")
-        if missing := sorted(set(hints) - set(values)):
-            raise InputError(f"{where}: field {missing[0]!r} of {kind.__name__} is missing")
-        fields = {name: from_json(value, hints[name], f"{where}, {name}") for name, value in values.items()}
-        try:
-            return kind(**fields)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if values is None and type(None) in arguments:
-            return None
-        (kind,) = [a for a in arguments if a is not type(None)]
-        return from_json(values, kind, where)
-    if origin is tuple:
-        if not isinstance(values, list):
-            raise InputError(f"{where}: expected a list, found {values!r}")
-        kinds = [arguments[0]] * len(values) if arguments[-1] is Ellipsis else list(arguments)
-        if len(kinds) != len(values):
-            raise InputError(f"{where}: expected {len(kinds)} values, found {len(values)}")
-        return tuple(from_json(v, k, where) for v, k in zip(values, kinds, strict=True))
-    if origin is dict:
-        if not isinstance(values, dict):
-            raise InputError(f"{where}: expected a mapping, found {values!r}")
-        return values
-    if origin is typing.Literal:
-        if values not in arguments:
-            raise InputError(f"{where}: {values!r} is none of {', '.join(map(str, arguments))}")
-        return values
-    if kind is float and isinstance(values, int) and not isinstance(values, bool):
-        return float(values)
-    if not isinstance(values, kind) or (isinstance(values, bool) and kind is not bool):
-        raise InputError(f"{where}: expected {kind.__name__}, found {values!r}")
-    return values

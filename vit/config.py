@@ -1,10 +1,12 @@
 """`ViTConfig`, all that a ViT's numbers depend on besides its weights, and the presets by name."""
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from regard.vit.errors import InputError, check_choices
 from regard.vit.preprocess import Preprocess, check_size
+from regard.vit.values import changed
 
 Positions = Literal["learned", "sincos", "rope", "none"]
 PositionRows = Literal["patches", "cls+patches", "cls+registers+patches"]
@@ -94,6 +96,10 @@ class ViTConfig:
         for name in ("patch_size", "channels", "dim", "depth", "heads", "head_dim", "hidden_dim"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"ViTConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.norm_eps >= 0 or not self.rope_base > 0:
+            raise InputError(
+                f"ViTConfig.norm_eps {self.norm_eps} must be 0 or more, rope_base {self.rope_base} above 0"
+            )
         if self.registers < 0:
             raise InputError(f"ViTConfig.registers is {self.registers}; it must be 0 or more")
         if not 0.0 <= self.drop_path < 1.0:
@@ -142,11 +148,16 @@ def preset_config(name: str, **changes: Any) -> ViTConfig:
     """
     if name not in _SIZES:
         raise InputError(f"no ViT preset is called {name!r}; choose one of {', '.join(PRESETS)}")
-    known = {f.name for f in fields(ViTConfig)}
-    if unknown := sorted(set(changes) - known):
-        raise InputError(f"ViTConfig has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    changes = {**_SIZES[name], **changes}
-    if "image_size" in changes and "preprocess" not in changes:
-        check_size("ViTConfig.image_size", changes["image_size"])
-        changes["preprocess"] = replace(Preprocess(), size=changes["image_size"])
-    return ViTConfig(**changes)
+    return changed_vit(ViTConfig(), {**_SIZES[name], **changes})
+
+
+def changed_vit(config: ViTConfig, changes: Mapping[str, Any]) -> ViTConfig:
+    """`config` with some fields changed. Another `image_size` is preprocessed to, unless `preprocess` states a size.
+
+    Raises InputError for an unknown field or a value of the wrong kind.
+    """
+    config = changed(config, changes)
+    preprocess = changes.get("preprocess", {})
+    if "image_size" in changes and isinstance(preprocess, Mapping) and "size" not in preprocess:
+        config = changed(config, {"preprocess": {"size": config.image_size}})
+    return config

@@ -1,4 +1,4 @@
-"""Writing files so that a crash, a full disk or a kill never leaves half of one."""
+"""Paths as people type them, and files that no crash, full disk or kill leaves half of."""
 
 import os
 import tempfile
@@ -6,14 +6,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from regard.vit.errors import InputError
+
+
+def typed_path(text: str | os.PathLike[str]) -> Path:
+    """A path from a command line or a call; `~` is the home folder even where no shell has expanded it.
+
+    Raises InputError for an empty one, which would mean the working folder, and for one that no file system takes.
+    """
+    text = os.fspath(text)
+    try:
+        os.fsencode(text)
+        bad = not text or "\0" in text
+    except UnicodeEncodeError:
+        bad = True
+    if bad:
+        raise InputError(f"{text!r} is no path; give the name of a file or folder")
+    return Path(os.path.expanduser(text))
+
 
 def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Create or replace `path` with what `write(file)` puts into it: all of it or nothing.
 
-    The bytes go to a hidden neighbour, reach the disk, and only then take the name.
+    The bytes go to a hidden neighbour, reach the disk, and only then take the name. A symbolic link stays one: what
+    it points to is replaced.
     Raises OSError as the file system gives it (read-only, full); the old file is then untouched.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -36,7 +36,7 @@ class PatchTokenizer(nn.Module):
         grid = (images.shape[2] // size, images.shape[3] // size)
         patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, C, gh, P, gw, P)
         patches_BNP = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return self.proj(patches_BNP), grid
+        return self.proj(patches_BNP.to(self.proj.weight.dtype)), grid
 
     def fit(self, images: Tensor) -> Tensor:
         """Apply the size policy: sides come out as multiples of the patch size."""

@@ -100,7 +100,8 @@ class Preprocess:
 
 def check_size(name: str, size: object) -> None:
     """Raise InputError where `size` is no (height, width) of at least one pixel."""
-    if not (isinstance(size, (tuple, list)) and len(size) == 2 and min(size) >= 1):
+    pair = isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(side, int) for side in size)
+    if not pair or min(size) < 1:  # type: ignore[call-overload]
         raise InputError(f"{name} is {size!r}; it must be (height, width) in pixels")
 
 

@@ -8,16 +8,18 @@ from regard import figures
 from regard.crossattn import Answer
 from regard.datasets import open_image
 from regard.models import DEMO, open_qa
+from regard.vit.files import typed_path
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `ask` found: an `Answer` per question, and the PNG with a panel per word."""
+    """What `ask` found: an `Answer` per question, and the PNG with a panel per word of the first `drawn` questions."""
 
     image: Path
     model: str
     answers: list[Answer]
     picture: Path
+    drawn: int
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a program to read; maps are rows of patches."""
@@ -25,6 +27,7 @@ class Asked:
             "image": str(self.image),
             "model": self.model,
             "picture": str(self.picture),
+            "questions_drawn": self.drawn,
             "answers": [_answer(answer) for answer in self.answers],
         }
 
@@ -36,7 +39,8 @@ class Asked:
             lines.append(f"  then: {others}" if others else "")
             if answer.unknown:
                 lines.append(f"  unknown to this model: {', '.join(answer.unknown)}; do not trust this answer")
-        return "\n".join([*filter(None, lines), f"maps: {self.picture}"])
+        part = "" if self.drawn == len(self.answers) else f" (the first {self.drawn} of {len(self.answers)} questions)"
+        return "\n".join([*filter(None, lines), f"maps: {self.picture}{part}"])
 
 
 def ask(
@@ -44,7 +48,7 @@ def ask(
     questions: str | list[str],
     *,
     model: str = DEMO,
-    out: Path | None = None,
+    out: str | Path | None = None,
     top: int = 5,
     device: str = "auto",
 ) -> Asked:
@@ -62,13 +66,13 @@ def ask(
         InputError: an unreadable picture or model, an empty or too long question, an unwritable place.
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
-    image = Path(image)
+    image = typed_path(image)
     picture = open_image(image)
     qa = open_qa(model, device)
     answers = qa.ask(qa.look(picture), questions, top=top)
-    path = Path(f"{image.stem}-ask.png") if out is None else out
+    path = Path(f"{image.stem}-ask.png") if out is None else typed_path(out)
     saved = figures.save(figures.word_figure(picture, qa.preprocess, answers), path)
-    return Asked(image, model, answers, saved)
+    return Asked(image, model, answers, saved, figures.questions_drawn(answers))
 
 
 def _answer(answer: Answer) -> dict[str, Any]:

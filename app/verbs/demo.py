@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from regard.datasets import QuestionedImage, QuestionSet, load_questions
-from regard.train.answer import MODEL, RECIPE, train_answer
+from regard.train.answer import MODEL, train_answer
 from regard.train.evaluate import Score
 from regard.verbs.ask import Asked, ask
 from regard.verbs.evaluate import evaluate_answer
 from regard.vit import checkpoint
+from regard.vit.files import typed_path
 
 RECIPE_NAME = "easy_vqa_demo"
 
@@ -41,7 +42,7 @@ class Demo:
         )
 
 
-def demo(*, out: Path = Path("demo")) -> Demo:
+def demo(*, out: str | Path = "demo") -> Demo:
     """Train a small model on easy-VQA, score it on the test split, ask it about a test image, and draw the maps.
 
     A demo that was interrupted goes on where it stopped; one that is finished is not trained again.
@@ -52,9 +53,10 @@ def demo(*, out: Path = Path("demo")) -> Demo:
     Raises:
         InputError: easy-VQA is not installed, or `out` cannot be used.
     """
+    out = typed_path(out)
     test = load_questions("easy-vqa", "test")  # before training: a missing package should not cost four minutes
     if not (out / MODEL / checkpoint.CONFIG).is_file():
-        resume = (out / RECIPE).is_file()
+        resume = (out / "checkpoints" / "last.ckpt").is_file()  # one killed before its first save starts anew
         train_answer(None if resume else RECIPE_NAME, out=out, resume=resume)
     score = evaluate_answer(model=str(out))
     image = _telling(test)

@@ -10,6 +10,7 @@ from regard import figures
 from regard.datasets import open_image
 from regard.models import DEMO, open_vit
 from regard.vit import AttentionRows, attention_rows
+from regard.vit.files import typed_path
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Looked:
 
 @torch.inference_mode()
 def look(
-    image: str | Path, *, model: str = DEMO, layer: int = -1, out: Path | None = None, device: str = "auto"
+    image: str | Path, *, model: str = DEMO, layer: int = -1, out: str | Path | None = None, device: str = "auto"
 ) -> Looked:
     """Draw where the class token looks in a picture, one panel per head.
 
@@ -65,13 +66,13 @@ def look(
     Raises:
         InputError: an unreadable picture or model, a layer that does not exist, an unwritable place.
     """
-    image = Path(image)
+    image = typed_path(image)
     picture = open_image(image)
     vit = open_vit(model, device)
     (number,) = vit.layer_numbers(layer)
     images = vit.preprocess(picture).to(next(vit.parameters()).device)
     rows = attention_rows(vit, images, "cls", number)
-    path = Path(f"{image.stem}-look.png") if out is None else out
-    title = f"{image.name}\nlayer {number}, class token"
+    path = Path(f"{image.stem}-look.png") if out is None else typed_path(out)
+    title = f"{image.name}, layer {number}, class token"
     saved = figures.save(figures.head_figure(picture, vit.preprocess, rows, title), path)
     return Looked(image, model, number, rows, saved)

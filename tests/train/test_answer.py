@@ -23,6 +23,7 @@ from regard.train.answer import answer_loss, is_right, prepare, train_answer
 from regard.train.evaluate import evaluate_answer
 from regard.train.module import NonFiniteError
 from regard.train.optim import parameter_groups
+from regard.train.questions import Batch, QuestionBatches
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
 from regard.train.sampling import Draw
 from regard.vit.errors import InputError
@@ -40,9 +41,33 @@ def test_each_image_is_encoded_once_however_many_questions_it_has(small: dict[st
     seen: list[int] = []
     module.model.vit.register_forward_hook(lambda vit, inputs, output: seen.append(len(inputs[0])))
     batch = data.training.__getitems__([Draw(0), Draw(1), Draw(2)])
-    assert len(batch.of) == 9
+    assert len(batch.ids) == 9
     module.logits(batch)
     assert seen == [3]
+
+
+def test_questions_that_fill_a_share_change_nothing(
+    small: dict[str, Any], squares: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _ = prepare(recipe(small))
+    module.eval()
+    one, two, three = load_questions(squares, "train").images[:3]
+    uneven = QuestionSet((one, two, QuestionedImage(three.id, three.path, three.questions[:2])), "uneven")
+    model, answers = module.model, module.model.config.answers
+    monkeypatch.setattr(module, "log", lambda *a, **k: None)
+
+    def batch(worth: float) -> Batch:
+        monkeypatch.setattr("regard.train.questions._WORTH_FILLING", worth)
+        made = QuestionBatches(uneven, model.tokenizer, 32, answers, model.preprocess, seed=0)
+        return made.__getitems__([Draw(0), Draw(1), Draw(2)])
+
+    filled, copied = batch(9.0), batch(1.0)
+    assert filled.of is None
+    assert copied.of is not None
+    assert (len(filled.ids), int(filled.counts.sum()), len(copied.ids)) == (9, 8, 8)
+    torch.testing.assert_close(module.logits(filled)[filled.counts], module.logits(copied))
+    torch.testing.assert_close(module.training_step(filled, 0), module.training_step(copied, 0))
+    assert evaluate_answer(model, uneven).n_questions == 8
 
 
 def test_the_test_split_is_never_read_and_held_out_images_are_never_trained_on(
@@ -275,7 +300,7 @@ def test_a_saved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ("epochs: many", "expected int"),
         ("epochs: 2.5", "expected int"),
         ("lr: -1.0", "lr is -1.0"),
-        ("score: soft", "none of softmax, sigmoid"),
+        ("score: soft", "softmax, sigmoid"),
         ("- a\n- b", "a mapping"),
         ("lr: [", "not valid YAML"),
     ],
