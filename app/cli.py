@@ -5,19 +5,15 @@ A user's mistake is one line on stderr and exit code 2; Ctrl-C is 130, SIGTERM 1
 """
 
 import io
-import json
 import os
-import re
+import signal
 import sys
-from collections.abc import Callable
-from typing import Any
-
-from jsonargparse import ArgumentParser
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import regard
 
-_Build = Callable[[tuple[str, ...]], ArgumentParser]
-_Run = Callable[[dict[str, Any]], int]
 _ABOUT = "Regard turns pictures into tokens, lets words question them, and shows where every head looked."
 _VERBS = """verbs:
   demo                 train on easy-VQA, ask, draw: the main job in minutes on a CPU
@@ -56,18 +52,19 @@ def _command(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"regard {regard.__version__}")
         return 0
-    for verb, (build, run) in _COMMANDS.items():
-        if arguments[: len(verb)] == list(verb):
-            return _guarded(build, run, verb, arguments)
-    typed = " ".join(arguments[:2])
-    return _fail(f"there is no verb {typed!r}; choose one of {', '.join(' '.join(verb) for verb in _COMMANDS)}")
+    with _stopped_at_once():
+        from regard.commands import COMMANDS, parse
 
-
-def _guarded(build: _Build, run: _Run, verb: tuple[str, ...], arguments: list[str]) -> int:
-    from regard.vit.errors import InputError
-
+        verb = next((verb for verb in COMMANDS if arguments[: len(verb)] == list(verb)), None)
+        if verb is None:
+            verbs = ", ".join(" ".join(verb) for verb in COMMANDS)
+            return _fail(f"there is no verb {' '.join(arguments[:2])!r}; choose one of {verbs}")
+        from regard.vit.errors import InputError
+    build, run = COMMANDS[verb]
     try:
-        return run(_parse(build(verb), verb, arguments))
+        with _stopped_at_once():
+            given = parse(build(verb), verb, arguments)
+        return run(given)
     except InputError as error:
         return _fail(str(error))
     except BrokenPipeError:
@@ -92,120 +89,20 @@ def _fail(message: str) -> int:
     return 2
 
 
-class _Parser(ArgumentParser):
-    """One line for a wrong flag, as for every other mistake."""
+@contextmanager
+def _stopped_at_once() -> Iterator[None]:
+    """While libraries load, Ctrl-C ends the process: some catch it in the middle of an import and stumble on."""
 
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        print(f"regard: error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
+    def stop(signum: int, frame: object) -> None:
+        os.write(2, b"stopped\n")
+        os._exit(130)
 
-
-def _parser(verb: tuple[str, ...], description: str) -> ArgumentParser:
-    text = description.strip().split("\n")[0]
-    return _Parser(prog=f"regard {' '.join(verb)}", description=text, allow_abbrev=False)
-
-
-def _parse(parser: ArgumentParser, verb: tuple[str, ...], arguments: list[str]) -> dict[str, Any]:
-    # Only what was typed: the functions hold their own defaults, and a resumed run the settings it was started with.
-    typed = [_NESTED.sub(lambda found: found[1] + found[2].replace(".", "/"), word) for word in arguments[len(verb) :]]
-    return {name: _unfolded(value) for name, value in parser.parse_args(typed, defaults=False).as_dict().items()}
-
-
-# jsonargparse loses one of two flags that reach into the same mapping within a mapping, so it meets them as one name.
-_NESTED = re.compile(r"^(--\w+\.)(\w+(?:\.\w+)+)(?==|$)")
-
-
-def _unfolded(value: Any) -> Any:
-    """`{"a/b": 1, "a": {"c": 2}}` as `{"a": {"b": 1, "c": 2}}`; what was typed later wins."""
-    from regard.vit.values import merged
-
-    if not isinstance(value, dict):
-        return value
-    whole: dict[str, Any] = {}
-    for name, inner in value.items():
-        for part in reversed(str(name).split("/")[1:]):
-            inner = {part: inner}
-        whole = merged(whole, {str(name).split("/")[0]: inner})
-    return whole
-
-
-def _with_json(parser: ArgumentParser) -> ArgumentParser:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser
-
-
-def _show(result: Any, as_json: bool) -> int:
-    print(json.dumps(result.as_dict()) if as_json else result)
-    return 0
-
-
-def _function(verb: tuple[str, ...], function: Callable[..., Any], *positional: str) -> ArgumentParser:
-    """A parser from a function's signature and docstring."""
-    parser = _parser(verb, function.__doc__ or "")
-    for name in positional:
-        nargs: dict[str, Any] = {"nargs": "+"} if name.endswith("s") else {}
-        parser.add_argument(name, type=str, **nargs)
-    parser.add_function_arguments(function, skip=set(positional))
-    return _with_json(parser)
-
-
-def _ask(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.ask, "image", "questions")
-
-
-def _look(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.look, "image")
-
-
-def _evaluate(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.evaluate_answer)
-
-
-def _demo(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.demo)
-
-
-def _doctor(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.doctor)
-
-
-def _train(verb: tuple[str, ...]) -> ArgumentParser:
-    from regard.train.recipe import AnswerRecipe, names
-
-    parser = _parser(verb, "Train a model that answers questions about images.")
-    parser.add_argument("--recipe", type=str, help=f"one of {', '.join(names())}, or a YAML file (default: easy_vqa)")
-    parser.add_argument("--out", type=str, help="folder of the run (default: runs/answer)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_class_arguments(AnswerRecipe)
-    return _with_json(parser)
-
-
-def _run_train(given: dict[str, Any]) -> int:
-    as_json = given.pop("json", False)
-    trained = regard.train_answer(given.pop("recipe", None), **given)
-    from lightning.pytorch.utilities import rank_zero_only
-
-    return _show(trained, as_json) if rank_zero_only.rank == 0 else 0  # type: ignore[attr-defined]
-
-
-def _run(function: str) -> Callable[[dict[str, Any]], int]:
-    def run(given: dict[str, Any]) -> int:
-        as_json = given.pop("json", False)
-        return _show(getattr(regard, function)(**given), as_json)
-
-    return run
-
-
-def _run_doctor(given: dict[str, Any]) -> int:
-    diagnosis = regard.doctor()
-    return _show(diagnosis, given.get("json", False)) or int(bool(diagnosis.missing))
-
-
-_COMMANDS: dict[tuple[str, ...], tuple[_Build, _Run]] = {
-    ("demo",): (_demo, _run("demo")),
-    ("ask",): (_ask, _run("ask")),
-    ("look",): (_look, _run("look")),
-    ("train", "answer"): (_train, _run_train),
-    ("evaluate", "answer"): (_evaluate, _run("evaluate_answer")),
-    ("doctor",): (_doctor, _run_doctor),
-}
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

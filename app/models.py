@@ -48,5 +48,5 @@ def _tell_of_demo(source: str | Path) -> None:
 def _kind(passport: Path) -> str:
     try:
         return str(json.loads(passport.read_text(encoding="utf-8")).get("kind"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "unreadable"  # the loader tells what is wrong with it

@@ -7,7 +7,7 @@ from torch import Tensor
 from regard.vit.attention import KeysValues
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Memory:
     """B remembered images.
 

@@ -148,8 +148,10 @@ class ImageQA(nn.Module):
         questions for each image. Returns `Answer` in the same arrangement.
         Raises InputError for an empty or too long question, or lists that do not fit the number of images.
         """
-        if top < 1:
+        if not isinstance(top, int) or top < 1:
             raise InputError(f"top is {top}; ask for at least the best answer")
+        if not isinstance(memory, Memory):
+            raise InputError(f"ask reads the memory that `look` returns, not a {type(memory).__name__}")
         flat, of = arrange(questions, len(memory))
         if not flat:
             return rearrange([], questions)
@@ -174,10 +176,12 @@ class ImageQA(nn.Module):
 
         Without `of` each image has an equal share of the questions, in order; this copies no keys or values.
         """
-        if len(memory.layers) != len(self.text.asking):
+        offered = [(kv.k.shape[1], kv.k.shape[3]) for kv in memory.layers]
+        expected = [(cross.attn.heads, cross.attn.head_dim) for cross in self.text.asking]
+        if offered != expected:
             raise InputError(
-                f"this memory has {len(memory.layers)} layers of keys and values, this model asks"
-                f" {len(self.text.asking)}: another model made it; look at the picture with this one"
+                f"this memory has (heads, head width) {offered} in its layers, this model asks {expected}: "
+                "another model made it; look at the picture with this one"
             )
         device = self.head.weight.device
         ids, mask, of = ids.to(device), mask.to(device), None if of is None else of.to(device)

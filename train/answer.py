@@ -185,7 +185,5 @@ def _settings(recipe: str | Path | None, out: Path, resume: bool, changes: dict[
     if recipe is not None:
         raise InputError(f"a resumed run follows its own {out / RECIPE}; leave the recipe out")
     if not (out / RECIPE).is_file():
-        raise InputError(
-            f"nothing to resume: there is no {out / RECIPE}; check --out; a run without its recipe cannot be resumed"
-        )
+        raise InputError(f"nothing to resume: there is no {out / RECIPE}; check --out")
     return load_recipe(out / RECIPE, **changes)

@@ -13,7 +13,6 @@ checkpoint in memory. The callback and the writer below do these few things only
 - A file appears whole or not at all, and loading one executes nothing.
 """
 
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -64,15 +63,11 @@ def load(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
             checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError as error:
         raise InputError(f"there is no checkpoint {path}") from error
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"the checkpoint {path} is damaged, or holds more than tensors and plain values, which could run code: "
-            "refused; pass another checkpoint or start anew"
-        ) from error
     except Exception as error:
-        raise InputError(
-            f"the checkpoint {path} cannot be read: {reason(error)}; pass another checkpoint or start anew"
-        ) from error
+        what = f"cannot be read: {reason(error)}"
+        if type(error).__name__ == "UnpicklingError":  # of a module that this house does not import
+            what = "is damaged, or holds more than tensors and plain values, which could run code: refused"
+        raise InputError(f"the checkpoint {path} {what}; pass another checkpoint or start anew") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise InputError(f"{path} is no training checkpoint: it holds no state_dict")
     return checkpoint

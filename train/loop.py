@@ -122,9 +122,8 @@ def fit(
     except OSError as error:
         if error.errno not in _FULL_DISK:
             raise
-        raise InputError(
-            f"cannot write below {out}: {error.strerror}; the last checkpoint is whole; make room, then pass --resume"
-        ) from error
+        before = "the last checkpoint is whole; make room, then pass --resume" if last.exists() else "make room"
+        raise InputError(f"cannot write below {out}: {error.strerror}; {before}") from error
     finally:
         torch.set_rng_state(random_state)
     return FitResult(
@@ -264,19 +263,14 @@ def _claim(out: Path, resume: bool) -> Iterator[None]:
         raise InputError(f"{out} already holds a run; pass --resume to go on with it, or another --out")
     if not resume and (found := sorted(checkpoints.glob("*.ckpt"))):
         raise InputError(f"{found[0]} is of a run without last.ckpt to resume from; remove it, or choose another --out")
+    lock = checkpoints / ".lock"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         (out / "logs").mkdir(exist_ok=True)
-        probe = checkpoints / ".probe"
-        write_atomically(probe, lambda file: file.write(b"probe"))
-        probe.unlink()
+        file = lock.open("ab")
     except OSError as error:
         raise InputError(f"cannot write in {out}: {error.strerror}; choose another --out") from error
-    # What a killed run was writing when it died.
-    for leftover in checkpoints.glob(".*.part"):
-        leftover.unlink(missing_ok=True)
-    lock = checkpoints / ".lock"
-    with lock.open("ab") as file:
+    with file:
         try:
             # Not flock: forked data workers would inherit that, and outlive a killed trainer for seconds.
             if fcntl is not None:
@@ -284,9 +278,22 @@ def _claim(out: Path, resume: bool) -> Iterator[None]:
         except BlockingIOError as error:
             raise InputError(f"another process is training in {out}; wait for it, or choose another --out") from error
         try:
+            _tidy(checkpoints)
             yield
         finally:
             lock.unlink(missing_ok=True)
+
+
+def _tidy(checkpoints: Path) -> None:
+    """Make sure that files can be written, and remove what a killed run was writing when it died."""
+    probe = checkpoints / ".probe"
+    try:
+        write_atomically(probe, lambda file: file.write(b"probe"))
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write in {checkpoints}: {error.strerror}; choose another --out") from error
+    for leftover in checkpoints.glob(".*.part"):
+        leftover.unlink(missing_ok=True)
 
 
 def _finished(module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float) -> FitResult:

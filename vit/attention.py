@@ -41,7 +41,7 @@ def look_up(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = N
     return weights @ values, weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeysValues:
     """What a context offers (`k`) and hands over (`v`), projected once: each `(B, H, N, K)`."""
 

@@ -24,6 +24,7 @@ from regard.vit.files import typed_path, write_atomically
 from regard.vit.values import from_json, to_json
 
 FORMAT = 1
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -109,8 +110,11 @@ def load(folder: Path, config_type: type, build: Callable[[Any], Model]) -> Mode
     missing, unused, of another shape or not finite.
     """
     config = read_config(folder, config_type)
-    with torch.device("meta"):
-        model = build(config)
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise InputError(f"{folder / CONFIG}: no model can be built from it ({reason(error)})") from error
     tensors = read_tensors(folder / WEIGHTS)
     expected = model.state_dict()
     _account(folder / WEIGHTS, expected, tensors)
@@ -130,7 +134,7 @@ def read_config(folder: Path, config_type: type) -> Any:
         raise InputError(f"{path}: missing; a model folder holds {CONFIG} and {WEIGHTS}")
     try:
         passport = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(passport, dict) or "format" not in passport or "kind" not in passport:
         raise InputError(f"{path}: not a passport written by Regard (it states no format and kind)")
@@ -173,6 +177,8 @@ def _account(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Ten
             )
         if tensor.is_floating_point() != expected[name].is_floating_point():
             raise InputError(f"{path}: {name} holds {tensor.dtype}, the configuration needs {expected[name].dtype}")
+        if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
+            raise InputError(f"{path}: {name} holds {tensor.dtype}, in which no layer computes; convert the file")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise InputError(f"{path}: {name} holds values that are not finite")
 

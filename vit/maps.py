@@ -18,7 +18,7 @@ from regard.vit.model import ViT
 from regard.vit.preprocess import Picture
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionRows:
     """Attention from Q query tokens, by the name of the token they look at; a row's parts sum to 1.
 

@@ -40,6 +40,10 @@ class PatchTokenizer(nn.Module):
 
     def fit(self, images: Tensor) -> Tensor:
         """Apply the size policy: sides come out as multiples of the patch size."""
+        if not isinstance(images, Tensor):
+            raise InputError(
+                f"images must be a tensor, not {type(images).__name__}; `preprocess` makes one of a picture"
+            )
         if images.dim() != 4 or images.shape[1] != self.channels:
             raise InputError(f"images must be (B, {self.channels}, height, width), not {tuple(images.shape)}")
         size = self.patch_size

@@ -8,6 +8,7 @@ from regard import figures
 from regard.crossattn import Answer
 from regard.datasets import open_image
 from regard.models import DEMO, open_qa
+from regard.vit.errors import InputError
 from regard.vit.files import typed_path
 
 
@@ -47,7 +48,7 @@ def ask(
     image: str | Path,
     questions: str | list[str],
     *,
-    model: str = DEMO,
+    model: str | Path = DEMO,
     out: str | Path | None = None,
     top: int = 5,
     device: str = "auto",
@@ -66,13 +67,15 @@ def ask(
         InputError: an unreadable picture or model, an empty or too long question, an unwritable place.
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
+    if not questions or not all(isinstance(question, str) for question in questions):
+        raise InputError("questions must be a text or a list of texts, at least one")
     image = typed_path(image)
     picture = open_image(image)
     qa = open_qa(model, device)
     answers = qa.ask(qa.look(picture), questions, top=top)
     path = Path(f"{image.stem}-ask.png") if out is None else typed_path(out)
     saved = figures.save(figures.word_figure(picture, qa.preprocess, answers), path)
-    return Asked(image, model, answers, saved, figures.questions_drawn(answers))
+    return Asked(image, str(model), answers, saved, figures.questions_drawn(answers))
 
 
 def _answer(answer: Answer) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """`regard evaluate answer`: accuracy of a model on a question set."""
 
+from pathlib import Path
+
 from regard.datasets import load_questions, require_coverage
 from regard.models import DEMO, open_qa
 from regard.progress import bar
@@ -8,7 +10,12 @@ from regard.train.evaluate import evaluate_answer as score
 
 
 def evaluate_answer(
-    *, model: str = DEMO, data: str = "easy-vqa", split: str = "test", batch_images: int = 64, device: str = "auto"
+    *,
+    model: str | Path = DEMO,
+    data: str = "easy-vqa",
+    split: str = "test",
+    batch_images: int = 64,
+    device: str = "auto",
 ) -> Score:
     """Score a model on every question of a set; questions outside its answer list count as wrong.
 

@@ -10,6 +10,7 @@ from regard import figures
 from regard.datasets import open_image
 from regard.models import DEMO, open_vit
 from regard.vit import AttentionRows, attention_rows
+from regard.vit.errors import InputError
 from regard.vit.files import typed_path
 
 
@@ -52,7 +53,7 @@ class Looked:
 
 @torch.inference_mode()
 def look(
-    image: str | Path, *, model: str = DEMO, layer: int = -1, out: str | Path | None = None, device: str = "auto"
+    image: str | Path, *, model: str | Path = DEMO, layer: int = -1, out: str | Path | None = None, device: str = "auto"
 ) -> Looked:
     """Draw where the class token looks in a picture, one panel per head.
 
@@ -69,10 +70,12 @@ def look(
     image = typed_path(image)
     picture = open_image(image)
     vit = open_vit(model, device)
+    if not isinstance(layer, int):
+        raise InputError(f"layer is {layer!r}; look draws one layer, given by its number")
     (number,) = vit.layer_numbers(layer)
     images = vit.preprocess(picture).to(next(vit.parameters()).device)
     rows = attention_rows(vit, images, "cls", number)
     path = Path(f"{image.stem}-look.png") if out is None else typed_path(out)
     title = f"{image.name}, layer {number}, class token"
     saved = figures.save(figures.head_figure(picture, vit.preprocess, rows, title), path)
-    return Looked(image, model, number, rows, saved)
+    return Looked(image, str(model), number, rows, saved)

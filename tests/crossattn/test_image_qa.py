@@ -235,3 +235,33 @@ def test_a_closed_gate_lets_the_first_gradient_reach_itself(make_qa, picture, qu
     assert torch.equal(logits, text_only), "a closed gate leaves the text encoder as it was"
     logits.pow(2).sum().backward()
     assert all((cross.gate.grad != 0).all() for cross in qa.text.asking)
+
+
+def test_what_is_no_memory_of_this_model_is_refused(make_qa, picture, questions):
+    qa = make_qa()
+    narrow = make_qa(text=dict(dim=12, heads=1))
+    for memory, says in (
+        (None, "not a NoneType"),
+        (picture(0), "memory that `look` returns"),
+        (narrow.look(picture(0)), "another model"),
+    ):
+        with pytest.raises(InputError, match=says):
+            qa.ask(memory, questions[0])
+    for top in (0, 1.5, None):
+        with pytest.raises(InputError, match="top is"):
+            qa.ask(qa.look(picture(0)), questions[0], top=top)
+
+
+def test_memories_and_tokens_can_be_compared_and_hashed(make_qa, picture):
+    qa = make_qa()
+    first, second = qa.look(picture(0)), qa.look(picture(0))
+    assert first == first
+    assert first != second
+    assert len({first, second}) == 2
+    tokens = qa.vit(picture(0)[None])
+    assert tokens == tokens
+
+
+def test_a_picture_given_to_the_vit_itself_is_told_to_be_preprocessed(make_qa):
+    with pytest.raises(InputError, match="preprocess"):
+        make_qa().vit("photo.png")

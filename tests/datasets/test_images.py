@@ -86,7 +86,7 @@ def test_missing_file_folder_and_odd_paths_are_named(tmp_path):
 
 
 def test_a_file_without_permission_is_named(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", refuse)

@@ -40,12 +40,12 @@ class Scripted(toy_run.Module):
 @pytest.mark.parametrize(
     ("mode", "scores", "best"),
     [
-        ("max", [0.1, 0.7, 0.3, 0.7], 1),
-        ("min", [0.9, 0.4, 0.4, 0.6], 1),
+        ("max", [0.1, 0.7, 0.3, 0.7], 3),
+        ("min", [0.9, 0.4, 0.4, 0.6], 2),
         ("max", [math.nan, -3.0, math.nan, -4.0], 1),
     ],
 )
-def test_best_is_the_epoch_of_the_best_score_and_last_is_the_last(
+def test_best_is_the_latest_epoch_of_the_best_score_and_last_is_the_last(
     tmp_path: Path, mode: str, scores: list[float], best: int
 ) -> None:
     module = Scripted(scores)

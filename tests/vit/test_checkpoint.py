@@ -97,6 +97,44 @@ def test_the_precision_of_the_weights_is_kept(model, tmp_path):
     assert {p.dtype for p in ViT.from_pretrained(str(tmp_path / "half")).parameters()} == {torch.bfloat16}
 
 
+def test_a_file_of_mixed_precisions_opens_in_the_widest(folder):
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("fc1.weight"))
+    save_file({**tensors, name: tensors[name].half()}, folder / "model.safetensors")
+    opened = ViT.from_pretrained(folder)
+    assert {p.dtype for p in opened.parameters()} == {torch.float32}
+    assert torch.isfinite(opened(torch.randn(1, 1, 16, 40)).patches).all()
+
+
+def test_a_model_in_half_precision_takes_what_its_preprocessing_makes(model):
+    images = torch.rand(1, 1, 16, 40)
+    half = model.bfloat16()(images).patches
+    assert half.dtype == torch.bfloat16
+
+
+def test_a_precision_no_layer_computes_in_is_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(InputError) as caught:
+        ViT.from_pretrained(folder)
+    one_line(caught, "float8_e4m3fn", "convert the file")
+
+
+def test_a_passport_of_an_impossible_size_is_refused(folder):
+    passport = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**passport, "dim": 3 * 10**30}))
+    with pytest.raises(InputError) as caught:
+        ViT.from_pretrained(folder)
+    one_line(caught, "config.json", "no model can be built")
+
+
+def test_a_passport_nested_without_end_is_refused(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError) as caught:
+        ViT.from_pretrained(folder)
+    one_line(caught, "config.json", "not valid JSON")
+
+
 def test_an_opened_model_does_not_hang_on_its_file(folder, model):
     twin = ViT.from_pretrained(folder)
     (folder / "model.safetensors").write_bytes(b"gone")

@@ -3,10 +3,12 @@
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
-from regard.vit.files import write_atomically
+from regard.vit.errors import InputError
+from regard.vit.files import typed_path, write_atomically
 
 
 def test_a_file_is_created_and_replaced(tmp_path):
@@ -67,3 +69,25 @@ def test_the_new_name_appears_only_when_the_bytes_are_complete(tmp_path):
 def test_a_missing_folder_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "no" / "a.txt", lambda file: file.write(b"x"))
+
+
+def test_a_symbolic_link_stays_one_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "a.txt").write_bytes(b"old")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "disk" / "a.txt")
+    write_atomically(tmp_path / "link.txt", lambda file: file.write(b"new"))
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "disk" / "a.txt").read_bytes() == b"new"
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("text", ["", "a\0b", "\ud800"])
+def test_what_no_file_system_takes_is_no_path(text):
+    with pytest.raises(InputError, match="no path"):
+        typed_path(text)
+
+
+def test_the_home_folder_is_put_in(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert typed_path("~/a") == tmp_path / "a"
+    assert typed_path("a/~") == Path("a/~")

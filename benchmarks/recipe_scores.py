@@ -1,6 +1,6 @@
 """What the easy-VQA recipes reach, and in what time: accuracy on the official test split over several seeds.
 
-    python benchmarks/easy_vqa.py [--recipe easy_vqa] [--seeds 0 1 2] [--out FOLDER]
+    python benchmarks/recipe_scores.py [--recipe easy_vqa] [--seeds 0 1 2] [--out FOLDER]
 
 Peers, on the same split: 93.8 % by the easy-vqa package's own Keras model, 99.5 % by its larger one trained on
 twice the data, 67.0 % by the best answer to a question without its picture. Each seed draws its own weights,
