@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -84,14 +83,18 @@ class QuestionBatches(Dataset[Batch]):
         share, total = max(map(len, chosen)), sum(map(len, chosen))
         # Equal shares spare a copy of every image's keys and values per question; a few repeated questions are cheaper.
         even = all(chosen) and share * len(draws) <= _WORTH_FILLING * total
-        rows, of, targets, counts = [], [], [], []
+        rows, of, counts, shares = [], [], [], []
         for place, (draw, questions) in enumerate(zip(draws, chosen, strict=True)):
             fill = [questions[-1]] * (share - len(questions)) if even else []
             for number, question in enumerate([*questions, *fill]):
+                shares += [(len(rows), column, part) for column, part in self._shares(question)]
                 rows.append(self.rows[question.text])
                 of.append(place)
-                targets.append(self._target(question))
                 counts.append(draw.valid and number < len(questions))
+        targets = torch.zeros(len(rows), len(self.columns))
+        if shares:
+            places, columns, parts = zip(*shares, strict=True)
+            targets[list(places), list(columns)] = torch.tensor(parts)
         mask = self.mask[rows]
         longest = int(mask.sum(dim=1).max()) if rows else 0
         return Batch(
@@ -99,7 +102,7 @@ class QuestionBatches(Dataset[Batch]):
             ids=self.ids[rows, :longest],
             mask=mask[:, :longest],
             of=None if even else torch.tensor(of, dtype=torch.long),
-            targets=torch.stack(targets) if targets else torch.zeros(0, len(self.columns)),
+            targets=targets,
             counts=torch.tensor(counts, dtype=torch.bool),
             image_ids=[self.images[draw.index].id for draw in draws],
         )
@@ -111,13 +114,10 @@ class QuestionBatches(Dataset[Batch]):
         generator = torch.Generator().manual_seed(sample_seed(self.seed, draw.epoch, draw.index))
         return [questions[i] for i in torch.randperm(len(questions), generator=generator)[:limit].tolist()]
 
-    def _target(self, question: Question) -> Tensor:
-        """The share of annotators behind each answer; with one answer a one."""
-        target = torch.zeros(len(self.columns))
-        for answer, count in Counter(question.answers).items():
-            if answer in self.columns:
-                target[self.columns[answer]] = count / len(question.answers)
-        return target
+    def _shares(self, question: Question) -> list[tuple[int, float]]:
+        """The column of each answer in the list, and the share of annotators behind it."""
+        counted = Counter(question.answers).items()
+        return [(self.columns[a], count / len(question.answers)) for a, count in counted if a in self.columns]
 
     def _pixels(self, index: int) -> Tensor:
         if self.kept is not None and index in self.kept:
@@ -133,8 +133,10 @@ class QuestionBatches(Dataset[Batch]):
             return pixels
         generator = torch.Generator().manual_seed(sample_seed(self.seed + 1, draw.epoch, draw.index))
         top, left = torch.randint(0, 2 * self.shift + 1, (2,), generator=generator).tolist()
-        padded = F.pad(pixels[None].float(), (self.shift,) * 4, mode="replicate")[0].to(pixels.dtype)
-        return padded[:, top : top + pixels.shape[1], left : left + pixels.shape[2]]
+        height, width = pixels.shape[1:]
+        rows = (torch.arange(height) + top - self.shift).clamp(0, height - 1)
+        columns = (torch.arange(width) + left - self.shift).clamp(0, width - 1)
+        return pixels[:, rows[:, None], columns]
 
 
 class QuestionData(TellingData):
