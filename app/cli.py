@@ -69,7 +69,9 @@ def _command(arguments: list[str]) -> int:
         verb = next((verb for verb in COMMANDS if arguments[: len(verb)] == list(verb)), None)
         if verb is None:
             verbs = ", ".join(" ".join(verb) for verb in COMMANDS)
-            return _fail(f"there is no verb {' '.join(arguments[:2])!r}; choose one of {verbs}")
+            known = any(verb[0] == arguments[0] for verb in COMMANDS)
+            typed = " ".join(word for word in arguments[: 1 + known] if not word.startswith("-"))
+            return _fail(f"there is no verb {typed!r}; choose one of {verbs}")
         from regard.vit.errors import InputError
     build, run = COMMANDS[verb]
     try:

@@ -92,13 +92,15 @@ def _doctor(verb: tuple[str, ...]) -> ArgumentParser:
 
 
 def _train(verb: tuple[str, ...]) -> ArgumentParser:
-    from regard.train.recipe import AnswerRecipe, names
+    from regard.train.recipe import AnswerRecipe, load_recipe, names
 
     parser = _parser(verb, "Train a model that answers questions about images.")
     parser.add_argument("--recipe", type=str, help=f"one of {', '.join(names())}, or a YAML file (default: easy_vqa)")
     parser.add_argument("--out", type=str, help="folder of the run (default: runs/answer)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_class_arguments(AnswerRecipe)
+    parser.add_class_arguments(AnswerRecipe, skip={"about"})
+    own = vars(load_recipe())
+    parser.set_defaults({name: value for name, value in own.items() if name != "about"})  # what --help tells
     return _with_json(parser)
 
 

@@ -1,7 +1,7 @@
 """Pictures with their evidence: attention over an image, one panel per word or head, as PNG.
 
-Colours are perceptually uniform, each map has the scale its title states, and next to it stand the masses
-that tell whether to trust it.
+Colours are perceptually uniform, the panels of a line share the scale its heading states, and next to each map stand
+the masses that tell whether to trust it.
 """
 
 import warnings
@@ -50,8 +50,11 @@ def word_figure(image: Image.Image, preprocess: Preprocess, answers: Sequence[An
         panels = [_Panel(f"{_plain(answer.text, _TITLE_LETTERS - 8)}  {answer.probability:.1%}")]
         for place in _drawn_words(answer):
             word, heat = answer.attention.words[place], answer.attention.map(place)
+            unknown = " (unknown word)" if word in answer.unknown else ""
             mass = {k: share for k, share in answer.attention.mass(place).items() if k != "patches" and share > 0}
-            panels.append(_Panel(f"{_plain(word, _TITLE_LETTERS)}\n{_evidence(heat, mass)}", heat))
+            panels.append(
+                _Panel(f"{_plain(word, _TITLE_LETTERS - len(unknown))}{unknown}\n{_evidence(heat, mass)}", heat)
+            )
         groups.append((answer.question, panels))
     return _sheet(groups, _as_seen(image, preprocess))
 
@@ -145,7 +148,10 @@ def _sheet(groups: Sequence[tuple[str, Sequence[_Panel]]], seen: Image.Image) ->
     figure = Figure(figsize=(width, height), dpi=_DPI)
     top = height - _GAP
     for heading, panels in groups:
-        heading = _plain(heading, columns * _HEADING_LETTERS)
+        # One scale for a group: a map that is nearly even must not glow as brightly as one with a peak.
+        peak = max((float(panel.heat.max()) for panel in panels if panel.heat is not None), default=0.0) or 1.0
+        scale = f"   colours: 0 to {peak:.0%} of the attention"
+        heading = _plain(heading, max(columns * _HEADING_LETTERS - len(scale), 12)) + scale
         figure.text(_GAP / width, top / height, heading, fontsize=10, va="top", parse_math=False)
         top -= _HEADING
         for number, panel in enumerate(panels):
@@ -159,17 +165,15 @@ def _sheet(groups: Sequence[tuple[str, Sequence[_Panel]]], seen: Image.Image) ->
             if panel.heat is None:
                 axes.imshow(np.asarray(seen))
             else:
-                _overlay(axes, seen, panel.heat)
+                _overlay(axes, seen, panel.heat, peak)
         top -= -(-len(panels) // columns) * (tall + _TITLE + _GAP)
     return figure
 
 
-def _overlay(axes: Axes, seen: Image.Image, heat: Tensor) -> None:
-    """The map over the greyed picture, from 0 to its own peak; patches keep their hard edges."""
+def _overlay(axes: Axes, seen: Image.Image, heat: Tensor, peak: float) -> None:
+    """The map over the greyed picture, coloured from 0 to `peak`; patches keep their hard edges."""
     extent = (-0.5, seen.width - 0.5, seen.height - 0.5, -0.5)
     axes.imshow(np.asarray(seen.convert("L")), cmap="gray", vmin=0, vmax=255)
     values = heat.float().cpu().numpy()
-    top = float(values.max()) or 1.0
-    axes.imshow(
-        values, cmap=_COLOURS, vmin=0, vmax=top, alpha=0.25 + 0.6 * values / top, extent=extent, interpolation="nearest"
-    )
+    alpha = 0.2 + 0.6 * values / peak
+    axes.imshow(values, cmap=_COLOURS, vmin=0, vmax=peak, alpha=alpha, extent=extent, interpolation="nearest")

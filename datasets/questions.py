@@ -72,7 +72,7 @@ class QuestionSet:
         if not 0 < n_held_out < len(self.images):
             raise InputError(
                 f"{self.name}: holding out a fraction of {fraction} of {len(self.images)} images leaves one "
-                "part empty; give a fraction between 0 and 1 that is at least one image and not all"
+                "part empty; give a fraction (--held_out) that is at least one image and not all of them"
             )
         ids = sorted(image.id for image in self.images)
         random.Random(seed).shuffle(ids)

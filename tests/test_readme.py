@@ -27,7 +27,7 @@ def place(tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         ImageDraw.Draw(picture).ellipse((30, 20, 50, 40), fill="blue")
         picture.save(tmp_path / name)
     rows = [{"image": f"{name}.png", "question": "is it red?", "answer": "no"} for name in ("photo", "other", "third")]
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows * 1)))
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -39,8 +39,7 @@ def test_every_shell_line_works(place: Path, regard_command: Callable[..., "obje
         command, *arguments = shlex.split(line, comments=True)
         assert command == "regard", line
         if arguments[0] == "train":  # the whole of it is tested elsewhere; here each flag must be right
-            shorter = SHORTER if "questions.jsonl" not in line else SHORTER + " --held_out 0.34"
-            arguments += shlex.split(shorter)
+            arguments += shlex.split(SHORTER)
         ran = regard_command(*arguments)
         assert ran.code == 0, f"{line}\n{ran.err}"
 

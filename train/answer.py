@@ -1,5 +1,7 @@
 """The task `answer`: train an ImageQA to answer questions about images from a closed list."""
 
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from regard.train.loop import FitResult, fit
 from regard.train.module import RegardModule
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
+from regard.train.steps import total_steps
 from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
@@ -31,6 +34,11 @@ class AnswerModule(RegardModule):
         super().__init__(**optimization)
         self.model = model
         self.accuracy, self.loss = MeanMetric(), MeanMetric()
+
+    def configure_optimizers(self) -> Any:
+        # A recipe's warm-up suits its own data; a small set would end before the learning rate has risen.
+        self.warmup_steps = min(self.warmup_steps, max(1, total_steps(self.trainer) // 10))
+        return super().configure_optimizers()
 
     def logits(self, batch: Batch) -> Tensor:
         """Scores `(Q, A)`; each picture is encoded once, however many questions it has."""
@@ -72,6 +80,7 @@ class TrainedAnswers:
 
     model: Path
     fit: FitResult
+    data: str
 
     def as_dict(self) -> dict[str, Any]:
         fit = self.fit
@@ -92,7 +101,7 @@ class TrainedAnswers:
             [
                 f"trained {fit.epochs_done} epochs in {fit.seconds:.0f} s{score}",
                 f"model: {self.model}",
-                f"try next: regard evaluate answer --model {self.model.parent}",
+                f"try next: regard evaluate answer --model {self.model.parent} --data {shlex.quote(self.data)}",
             ]
         )
 
@@ -118,19 +127,29 @@ def train_answer(
         resume=resume,
         save_every_steps=settings.save_every_steps,
         trainer=settings.trainer,
-        claimed=lambda: _claim(settings, out),
+        claimed=lambda: _claim(settings, out, module, data),
     )
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-        return TrainedAnswers(out / MODEL, result)
+        return TrainedAnswers(out / MODEL, result, settings.data)
     best = load(result.best or result.last)["state_dict"]
     module.load_state_dict(best)
     module.model.cpu().save_pretrained(out / MODEL)
-    return TrainedAnswers(out / MODEL, result)
+    return TrainedAnswers(out / MODEL, result, settings.data)
 
 
-def _claim(settings: AnswerRecipe, out: Path) -> None:
+def _claim(settings: AnswerRecipe, out: Path, module: AnswerModule, data: QuestionData) -> None:
     require_place(out / MODEL, TOKENIZER)  # before the training, not after it
     save_recipe(settings, out / RECIPE)
+    training, held_out = (
+        f"{len(part)} images with {sum(len(image.questions) for image in part.images)} questions"
+        for part in (data.training, data.held_out)
+    )
+    answers, words = len(module.model.config.answers), len(module.model.tokenizer)
+    print(
+        f"training on {training}, choosing the best epoch on {held_out}; {answers} answers, {words} tokens",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:

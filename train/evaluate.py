@@ -38,6 +38,15 @@ class Score:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        both = {"yes/no": self.yes_no, "other": self.other}
+        kinds = [f"{name} {share:.2%}" for name, share in both.items() if share is not None]
+        strange = f"; {self.out_of_vocabulary} have an answer the model cannot give" if self.out_of_vocabulary else ""
+        return (
+            f"{self.data}: {self.accuracy:.2%} right ({self.n_correct} of {self.n_questions} questions on"
+            f" {self.n_images} images; {', '.join(kinds)}){strange}"
+        )
+
 
 @torch.inference_mode()
 def evaluate_answer(

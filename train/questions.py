@@ -83,7 +83,10 @@ class QuestionBatches(Dataset[Batch]):
         share, total = max(map(len, chosen)), sum(map(len, chosen))
         # Equal shares spare a copy of every image's keys and values per question; a few repeated questions are cheaper.
         even = all(chosen) and share * len(draws) <= _WORTH_FILLING * total
-        rows, of, counts, shares = [], [], [], []
+        rows: list[int] = []
+        of: list[int] = []
+        counts: list[bool] = []
+        shares: list[tuple[int, int, float]] = []
         for place, (draw, questions) in enumerate(zip(draws, chosen, strict=True)):
             fill = [questions[-1]] * (share - len(questions)) if even else []
             for number, question in enumerate([*questions, *fill]):

@@ -36,7 +36,7 @@ class AnswerRecipe:
         lr: peak learning rate.
         weight_decay: on weight matrices only.
         beta2: AdamW's second decay rate.
-        warmup_steps: optimizer steps of linear warm-up; a cosine to 0 follows.
+        warmup_steps: optimizer steps of linear warm-up, at most a tenth of the run; a cosine to 0 follows.
         clip_norm: largest gradient norm; null for no limit.
         seed: of weights, data order, augmentation and dropout.
         workers: processes that open images; 0 does it in the training process and keeps a small set in memory.
@@ -126,6 +126,8 @@ def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe
             near = difflib.get_close_matches(str(name), defaults, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"{where}: a recipe has no field {name!r}{hint}")
+    if changes:
+        values["about"] = ""  # what was measured, was measured without the changes
     return from_json(merged({**defaults, **values}, changes), AnswerRecipe, where)
 
 

@@ -144,7 +144,8 @@ def read_config(folder: Path, config_type: type) -> Any:
             f"{path}: format {number}, this version of Regard reads format {FORMAT}; update Regard or re-export"
         )
     if kind != config_type.__name__:
-        raise InputError(f"{path}: holds a {kind}, a {config_type.__name__} was asked for")
+        hint = "; open it with ImageQA.from_pretrained, its ViT is .vit" if kind == "ImageQAConfig" else ""
+        raise InputError(f"{path}: holds a {kind}, a {config_type.__name__} was asked for{hint}")
     return from_json(passport, config_type, str(path))
 
 

@@ -36,7 +36,7 @@ class Asked:
         lines = []
         for answer in self.answers:
             lines.append(f"{answer.question}\n  {answer.text}  {answer.probability:.1%}")
-            others = ", ".join(f"{text} {p:.1%}" for text, p in answer.top[1:])
+            others = ", ".join(f"{text} {p:.1%}" for text, p in answer.top[1:] if p >= 0.0005)
             lines.append(f"  then: {others}" if others else "")
             if answer.unknown:
                 lines.append(f"  unknown to this model: {', '.join(answer.unknown)}; do not trust this answer")
