@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from regard.vit.attention import Attention, Rotary
 from regard.vit.config import ViTConfig
 
-# Xavier-initialised patch and word tokens have entries near 1; a table at the usual 0.02 is lost beside them until
-# training has grown it.
+# Beside Xavier-initialised patch and word tokens, whose entries are near 1, the usual 0.02 would start almost unseen.
 POSITION_STD = 0.3
 
 

@@ -19,13 +19,6 @@ Command = Callable[..., "object"]
 
 
 @pytest.fixture
-def photo(tmp_path: Path) -> Path:
-    path = tmp_path / "photo.png"
-    Image.effect_noise((60, 40), 80).convert("RGB").save(path)
-    return path
-
-
-@pytest.fixture
 def model(trained: Path, tmp_path: Path) -> Path:
     """A copy of a trained model that a test may damage."""
     return Path(shutil.copytree(trained / "model", tmp_path / "copy"))

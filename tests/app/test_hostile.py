@@ -21,13 +21,6 @@ from regard.vit import Preprocess
 Command = Callable[..., "object"]
 
 
-@pytest.fixture
-def photo(tmp_path: Path) -> Path:
-    path = tmp_path / "photo.png"
-    Image.effect_noise((60, 40), 80).convert("RGB").save(path)
-    return path
-
-
 def fails(regard_command: Command, *arguments: object, says: str) -> None:
     ran = regard_command(*arguments)
     assert ran.code == 2, ran

@@ -17,13 +17,6 @@ from regard.vit import ViT, attention_rows
 Command = Callable[..., "object"]
 
 
-@pytest.fixture
-def photo(tmp_path: Path) -> Path:
-    path = tmp_path / "photo.png"
-    Image.effect_noise((96, 48), 80).convert("RGB").save(path)
-    return path
-
-
 def test_ask_tells_answer_probability_runners_up_and_a_map_per_word(
     regard_command: Command, trained: Path, photo: Path, tmp_path: Path
 ) -> None:
