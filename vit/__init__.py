@@ -4,7 +4,7 @@ May import: torch, numpy, Pillow, safetensors, huggingface_hub. Never Lightning,
 """
 
 from regard.vit.attention import Attention, KeysValues, look_up
-from regard.vit.config import PositionResize, ViTConfig
+from regard.vit.config import PositionResize, RopeRecipe, ViTConfig
 from regard.vit.errors import InputError
 from regard.vit.images import to_rgb
 from regard.vit.maps import AttentionRows, attention_rows
@@ -21,6 +21,7 @@ __all__ = [
     "PatchTokenizer",
     "PositionResize",
     "Preprocess",
+    "RopeRecipe",
     "Tokens",
     "ViT",
     "ViTConfig",

@@ -76,10 +76,13 @@ class Attention(nn.Module):
         head_dim: width K of one head; default `dim // heads`. `heads * head_dim` need not equal `dim`.
         context_dim: width of the tokens that offer keys and values; default `dim`.
         qkv_bias, out_bias: whether the projections have biases.
+        key_bias: whether the key projection has one too, where `qkv_bias` gives it.
+        out_norm: LayerNorm on the joined heads before the output projection (sub-LN, Wang et al., 2022,
+            arXiv:2210.06423).
         qk_norm: LayerNorm over each head's query and key (Dehghani et al., 2023, arXiv:2302.05442).
         sink: a learned logit per head that takes part in the softmax and hands over nothing, so that a
             head with nothing to say can rest on it; rows of A then sum to less than 1.
-        norm_eps: eps of the query-key norm.
+        norm_eps: eps of these norms.
     """
 
     def __init__(
@@ -90,8 +93,10 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         context_dim: int | None = None,
         qkv_bias: bool = True,
+        key_bias: bool = True,
         out_bias: bool = True,
         qk_norm: bool = False,
+        out_norm: bool = False,
         sink: bool = False,
         norm_eps: float = 1e-6,
     ):
@@ -103,11 +108,12 @@ class Attention(nn.Module):
         self.heads, self.head_dim = heads, head_dim
         inner, context_dim = heads * head_dim, context_dim or dim
         self.to_q = nn.Linear(dim, inner, bias=qkv_bias)
-        self.to_k = nn.Linear(context_dim, inner, bias=qkv_bias)
+        self.to_k = nn.Linear(context_dim, inner, bias=qkv_bias and key_bias)
         self.to_v = nn.Linear(context_dim, inner, bias=qkv_bias)
         self.norm_q = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.norm_k = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.sink = nn.Parameter(torch.zeros(heads)) if sink else None
+        self.norm_out = nn.LayerNorm(inner, eps=norm_eps) if out_norm else nn.Identity()
         self.out = nn.Linear(inner, dim, bias=out_bias)
 
     def forward(
@@ -133,12 +139,15 @@ class Attention(nn.Module):
 
     def answer(self, q: Tensor, kv: KeysValues, mask: Tensor | None = None) -> Tensor:
         """Mix the values for the queries `q (B, H, T, K)` and join the heads: `(B, T, D)`."""
-        z = self.mix(q, kv, mask)
-        out = self.out(z.transpose(1, 2).flatten(2))
+        out = self.out(self.join(q, kv, mask))
         if mask is None:
             return out
         awake = _visible(mask).any(dim=1)  # (B or 1, T or 1, 1)
         return out.masked_fill(~awake, 0.0)
+
+    def join(self, q: Tensor, kv: KeysValues, mask: Tensor | None = None) -> Tensor:
+        """What the output projection is given: the heads' mixed values side by side, `(B, T, H * K)`."""
+        return self.norm_out(self.mix(q, kv, mask).transpose(1, 2).flatten(2))
 
     def remember(self, context: Tensor, rotary: Rotary | None = None) -> KeysValues:
         """Project `context (B, N, context_dim)` to keys and values once, for any number of queries."""

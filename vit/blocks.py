@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.vit import fused
 from regard.vit.attention import Attention, Rotary
 from regard.vit.config import ViTConfig
 
@@ -39,18 +40,30 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Mlp(nn.Module):
-    """Two linear layers around an activation, `(…, D) -> (…, D)`; `swiglu` gates the inner layer with a third."""
+    """Two linear layers around an activation, `(…, D) -> (…, D)`; `swiglu` gates the inner layer with a third.
 
-    def __init__(self, dim: int, hidden_dim: int, activation: str = "gelu"):
+    `norm_eps` puts a LayerNorm on the inner layer (sub-LN); None for none.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, activation: str = "gelu", norm_eps: float | None = None):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.gate = nn.Linear(dim, hidden_dim) if activation == "swiglu" else None
         self.act = nn.Identity() if activation == "swiglu" else _ACTIVATIONS[activation]()
+        self.norm = nn.Identity() if norm_eps is None else nn.LayerNorm(hidden_dim, eps=norm_eps)
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.act(self.fc1(x)) if self.gate is None else F.silu(self.gate(x)) * self.fc1(x)
-        return self.fc2(inner)
+        return self.fc2(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the last linear layer is given, `(…, hidden)`."""
+        if self.gate is not None:
+            return self.norm(F.silu(self.gate(x)) * self.fc1(x))
+        inner = self.fc1(x)
+        if fused.is_bare(self.fc1, nn.Linear) and fused.is_bare(self.act, nn.GELU) and fused.pays(inner):
+            return self.norm(fused.gelu(inner, self.act.approximate))  # nobody else holds `inner`
+        return self.norm(self.act(inner))
 
 
 class LayerScale(nn.Module):
@@ -94,16 +107,42 @@ class Block(nn.Module):
             config.heads,
             head_dim=config.head_dim,
             qkv_bias=config.qkv_bias,
+            key_bias=config.key_bias,
             qk_norm=config.qk_norm,
+            out_norm=config.attn_norm,
             norm_eps=eps,
         )
         self.norm2 = nn.LayerNorm(dim, eps=eps)
-        self.mlp = Mlp(dim, config.hidden_dim or 4 * dim, config.activation)
-        scaled = config.layer_scale is not None
+        self.mlp = Mlp(dim, config.hidden_dim or 4 * dim, config.activation, eps if config.mlp_norm else None)
+        self.scaled = scaled = config.layer_scale is not None
         self.scale1 = LayerScale(dim, config.layer_scale or 0.0) if scaled else nn.Identity()
         self.scale2 = LayerScale(dim, config.layer_scale or 0.0) if scaled else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        if self._fuses(x):
+            z = self.attn.join(*self.attn.project(self.norm1(x), rotary=rotary))
+            x = self._add(x, z, self.attn.out, self.scale1)
+            return self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2)
         x = x + self.drop_path(self.scale1(self.attn(self.norm1(x), rotary=rotary)))
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether the two residual sums can be made on the way, with no module skipped that does more than it says."""
+        if (self.training and self.drop_path.rate) or not fused.pays(x):
+            return False
+        bare = zip((self.attn, self.mlp, self.drop_path), (Attention, Mlp, DropPath), strict=True)
+        scale = LayerScale if self.scaled else nn.Identity
+        return (
+            all(fused.is_bare(part, kind) for part, kind in bare)
+            and fused.is_bare(self.scale1, scale)
+            and fused.is_bare(self.scale2, scale)
+            and fused.is_plain_linear(self.attn.out, x)
+            and fused.is_plain_linear(self.mlp.fc2, x)
+        )
+
+    @staticmethod
+    def _add(x: Tensor, z: Tensor, layer: nn.Linear, scale: nn.Module) -> Tensor:
+        if isinstance(scale, LayerScale):
+            return torch.addcmul(x, layer(z), scale.gamma)
+        return fused.add_linear(x, z, layer)

@@ -7,8 +7,6 @@ unused or misshapen one is an error that names it.
 import difflib
 import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +18,11 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from regard.vit.errors import InputError, reason
-from regard.vit.files import typed_path, write_atomically
+from regard.vit.files import typed_path, write_atomically, write_folder
+from regard.vit.pretrained import hub
 from regard.vit.values import from_json, to_json
 
-FORMAT = 1
+FORMAT = 2
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,16 +40,21 @@ def find(source: str | Path) -> Path:
     if folder.is_file():
         raise InputError(f"{folder}: a model is a folder with {CONFIG} and {WEIGHTS}, not a file{_pickle_note(folder)}")
     name = str(source)
-    parts = name.split("/")
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
+    if not hub.is_name(name):
         raise InputError(f"no model at {name!r}: no such folder, and not a hub name of the form owner/name")
-    from huggingface_hub import snapshot_download
+    return hub.snapshot(name, name, [CONFIG, WEIGHTS, hub.TOKENIZER])
 
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder's `config.json` is a passport, readable or not, rather than another library's configuration."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return False
     try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, "tokenizer.json"]))
-    except Exception as error:  # the hub's own kinds, and whatever the HTTP client beneath it lets through
-        said = reason(error)
-        raise InputError(f"no model called {name!r}: no such folder, and the hub did not give it ({said})") from error
+        passport = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(passport, dict) and "format" in passport and "kind" in passport
 
 
 def save(
@@ -66,32 +70,15 @@ def save(
     """
     folder = typed_path(folder).resolve()
     require_place(folder, *(extra or {}))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
-    try:
-        fresh.chmod(folder.stat().st_mode if folder.exists() else 0o755)
-        passport = {"format": FORMAT, "kind": type(config).__name__, **to_json(config)}
-        text = json.dumps(passport, indent=2) + "\n"
-        write_atomically(fresh / CONFIG, lambda file: file.write(text.encode()))
-        # Shared memory is written out once per name: the file stands for itself.
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-        write_atomically(fresh / WEIGHTS, lambda file: file.write(to_safetensors(tensors)))
-        for name, write in (extra or {}).items():
-            write(fresh / name)
-        if folder.exists():
-            old = fresh.with_suffix(".old")
-            folder.rename(old)
-            try:
-                fresh.rename(folder)
-            except BaseException:
-                old.rename(folder)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            fresh.rename(folder)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+    passport = {"format": FORMAT, "kind": type(config).__name__, **to_json(config)}
+    text = json.dumps(passport, indent=2) + "\n"
+    # Shared memory is written out once per name: the file stands for itself.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    files: dict[str, Callable[[Path], object]] = {
+        CONFIG: lambda path: write_atomically(path, lambda file: file.write(text.encode())),
+        WEIGHTS: lambda path: write_atomically(path, lambda file: file.write(to_safetensors(tensors))),
+    }
+    write_folder(folder, {**files, **(extra or {})})
 
 
 def require_place(folder: Path, *extra: str) -> None:
@@ -117,7 +104,7 @@ def load(folder: Path, config_type: type, build: Callable[[Any], Model]) -> Mode
         raise InputError(f"{folder / CONFIG}: no model can be built from it ({reason(error)})") from error
     tensors = read_tensors(folder / WEIGHTS)
     expected = model.state_dict()
-    _account(folder / WEIGHTS, expected, tensors)
+    account(str(folder / WEIGHTS), expected, tensors)
     # A file in half precision stays so; one that mixes precisions becomes the widest, for layers compute in one.
     floats = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(floats) > 1:
@@ -139,9 +126,11 @@ def read_config(folder: Path, config_type: type) -> Any:
     if not isinstance(passport, dict) or "format" not in passport or "kind" not in passport:
         raise InputError(f"{path}: not a passport written by Regard (it states no format and kind)")
     number, kind = passport.pop("format"), passport.pop("kind")
-    if number != FORMAT:
+    if number == 1:
+        passport = _from_format_1(passport)
+    elif number != FORMAT:
         raise InputError(
-            f"{path}: format {number}, this version of Regard reads format {FORMAT}; update Regard or re-export"
+            f"{path}: format {number}, this version of Regard reads formats 1 to {FORMAT}; update Regard or re-export"
         )
     if kind != config_type.__name__:
         hint = "; open it with ImageQA.from_pretrained, its ViT is .vit" if kind == "ImageQAConfig" else ""
@@ -160,31 +149,55 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: not a readable safetensors file ({error}){_pickle_note(path)}") from error
 
 
-def _account(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    missing, unused = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+def _from_format_1(passport: dict[str, Any]) -> dict[str, Any]:
+    """Format 2 knows more ways to build a ViT; what an older file does not mention it does not have."""
+    vit = passport.get("vit", passport)
+    if isinstance(vit, dict) and isinstance(vit.get("position_resize"), dict) and "rope_base" in vit:
+        vit = dict(vit)
+        base = vit.pop("rope_base")
+        vit["position_resize"] = {"align_corners": False, **vit["position_resize"]}
+        vit["rope"] = {"coordinates": "centred", "base": base, "reference": None, "periods": None}
+        vit |= {"key_bias": True, "attn_norm": False, "mlp_norm": False, "norm_place": "tokens", "classes": 0}
+        if isinstance(vit.get("preprocess"), dict):
+            squash = {"crop_ratio": 1.0} if vit["preprocess"].get("fit") == "squash" else {}  # it had no meaning there
+            vit["preprocess"] = {"crop_offset": "even", "resampler": "pillow", **vit["preprocess"], **squash}
+    return {**passport, "vit": vit} if "vit" in passport else vit
+
+
+def account(
+    where: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor], called: Callable[[str], str] = str
+) -> None:
+    """Raise InputError unless exactly the expected tensors are there, of their shapes, finite.
+
+    `called` gives the name that the file itself has for a tensor.
+    """
+    missing = sorted({called(name) for name in expected.keys() - found.keys()})
+    unused = sorted({called(name) for name in found.keys() - expected.keys()})
     if missing or unused:
         parts = []
         if missing:
             close = difflib.get_close_matches(missing[0], unused, 1)
             hint = f" (is it {close[0]!r} in the file?)" if close else ""
-            parts.append(f"{len(missing)} missing: {_some(missing)}{hint}")
+            parts.append(f"{len(missing)} missing: {some(missing)}{hint}")
         if unused:
-            parts.append(f"{len(unused)} unused: {_some(unused)}")
-        raise InputError(f"{path}: tensors do not fit the configuration: {'; '.join(parts)}")
+            parts.append(f"{len(unused)} unused: {some(unused)}")
+        raise InputError(f"{where}: tensors do not fit the configuration: {'; '.join(parts)}")
     for name, tensor in found.items():
+        theirs = called(name)
         if tensor.shape != expected[name].shape:
             raise InputError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, the configuration needs {tuple(expected[name].shape)}"
+                f"{where}: {theirs} has shape {tuple(tensor.shape)}, the configuration needs"
+                f" {tuple(expected[name].shape)}"
             )
         if tensor.is_floating_point() != expected[name].is_floating_point():
-            raise InputError(f"{path}: {name} holds {tensor.dtype}, the configuration needs {expected[name].dtype}")
+            raise InputError(f"{where}: {theirs} holds {tensor.dtype}, the configuration needs {expected[name].dtype}")
         if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
-            raise InputError(f"{path}: {name} holds {tensor.dtype}, in which no layer computes; convert the file")
+            raise InputError(f"{where}: {theirs} holds {tensor.dtype}, in which no layer computes; convert the file")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise InputError(f"{path}: {name} holds values that are not finite")
+            raise InputError(f"{where}: {theirs} holds values that are not finite")
 
 
-def _some(names: list[str], limit: int = 3) -> str:
+def some(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 

@@ -1,8 +1,9 @@
 """Paths as people type them, and files that no crash, full disk or kill leaves half of."""
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,6 +44,33 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_folder(folder: Path, files: Mapping[str, Callable[[Path], object]]) -> None:
+    """Create or replace a folder with these files, each written by its function at a given path: all or nothing.
+
+    An older folder in its place is replaced only at the end. Raises OSError as the file system gives it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    try:
+        fresh.chmod(folder.stat().st_mode if folder.exists() else 0o777 & ~_umask())
+        for name, write in files.items():
+            write(fresh / name)
+        if folder.exists():
+            old = fresh.with_suffix(".old")
+            folder.rename(old)
+            try:
+                fresh.rename(folder)
+            except BaseException:
+                old.rename(folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            fresh.rename(folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
         raise
 
 

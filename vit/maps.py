@@ -17,6 +17,8 @@ from regard.vit.errors import InputError
 from regard.vit.model import ViT
 from regard.vit.preprocess import Picture
 
+_BLOCK = 256  # queries whose rows are held at once
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
@@ -58,22 +60,23 @@ def checked_rows(attn: Attention, q: Tensor, kv: KeysValues, mask: Tensor | None
 def attention_rows(
     model: ViT,
     images: Tensor | Picture | Sequence[Picture],
-    queries: Literal["cls", "registers"] = "cls",
+    queries: Literal["cls", "registers", "patches"] = "cls",
     layers: int | list[int] | Literal["all"] = -1,
 ) -> AttentionRows:
-    """Where the class token or the registers look, for the named layers.
+    """Where the class token, the registers, or the patches on average look, for the named layers.
 
-    `images` is a preprocessed float tensor `(B, C, height, width)`, or pictures as `Preprocess` takes them.
+    `images` is a preprocessed float tensor `(B, C, height, width)`, or pictures as `Preprocess` takes them. `patches`
+    gives one row, the mean of all patches' rows: what stands for the image in a model without a class token.
 
     Raises InputError for a query token that the model does not have or a layer that does not exist.
     """
     has_cls, registers = int(model.config.class_token), model.config.registers
-    if queries not in ("cls", "registers"):
-        raise InputError(f"queries {queries!r} is unknown; ask for 'cls' or 'registers'")
-    if not (has_cls if queries == "cls" else registers):
+    if queries not in ("cls", "registers", "patches"):
+        raise InputError(f"queries {queries!r} is unknown; ask for 'cls', 'registers' or 'patches'")
+    if not {"cls": has_cls, "registers": registers, "patches": 1}[queries]:
         raise InputError(f"this ViT has no {queries}: its special tokens are cls {has_cls}, registers {registers}")
     if not (isinstance(images, Tensor) and images.dim() == 4):
-        images = model.preprocess(images).to(model.norm.weight)
+        images = model.preprocess(images).to(model.tokenizer.proj.weight)
     wanted = model.layer_numbers(layers)
     if not wanted:
         raise InputError("no layers were asked for; name at least one, or 'all'")
@@ -83,9 +86,9 @@ def attention_rows(
             block = cast(Block, model.blocks[layer])
             q, kv = block.attn.project(block.norm1(x), rotary=model.rotary(grid, x.device))
             asked = model.name(torch.arange(x.shape[1], device=x.device)[None, :, None], grid)
-            index = asked.cls if queries == "cls" else asked.registers
+            index = {"cls": asked.cls, "registers": asked.registers, "patches": asked.patches}[queries]
             assert index is not None
-            rows = checked_rows(block.attn, q[:, :, index.flatten()], kv)
+            rows = _rows(block.attn, q, kv, index.flatten(), mean=queries == "patches")
             found[layer] = split_rows(model, rows, grid)
     parts = [found[layer] for layer in wanted]
     return AttentionRows(
@@ -93,6 +96,14 @@ def attention_rows(
         torch.stack([p.cls for p in parts if p.cls is not None], dim=1) if has_cls else None,
         torch.stack([p.registers for p in parts], dim=1),
     )
+
+
+def _rows(attn: Attention, q: Tensor, kv: KeysValues, index: Tensor, mean: bool) -> Tensor:
+    """Checked rows of the queries `index`, or their mean `(B, H, 1, N)`, of which no more than a block is held."""
+    if not mean:
+        return checked_rows(attn, q[:, :, index], kv)
+    blocks = [checked_rows(attn, q[:, :, part], kv).sum(dim=2, keepdim=True) for part in index.split(_BLOCK)]
+    return torch.stack(blocks).sum(dim=0) / len(index)
 
 
 def split_rows(model: ViT, rows: Tensor, grid: tuple[int, int]) -> AttentionRows:

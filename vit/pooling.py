@@ -10,14 +10,20 @@ from regard.vit.tokens import Tokens
 
 
 class Pool(nn.Module):
-    """`Tokens -> (B, D)`, or `(B, 2 D)` for `cls+mean`. Registers never take part."""
+    """`Tokens -> (B, width)`: D, or 2 D for `cls+mean`. Registers never take part."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.kind = config.pooling
+        self.width = config.dim * (2 if self.kind == "cls+mean" else 1)
         self.asker = AttentionPool(config) if self.kind == "map" else None
+        pooled = config.norm_place == "pooled"
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps) if pooled else nn.Identity()
 
     def forward(self, tokens: Tokens) -> Tensor:
+        return self.norm(self._pooled(tokens))
+
+    def _pooled(self, tokens: Tokens) -> Tensor:
         if self.asker is not None:
             return self.asker(tokens.patches)
         if self.kind == "mean":

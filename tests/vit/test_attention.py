@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from regard.vit.attention import Attention, KeysValues
+from regard.vit.config import RopeRecipe
 from regard.vit.positions import Rope
 
 BATCH, TOKENS, KEYS, DIM = 2, 5, 7, 12
@@ -189,7 +190,7 @@ def test_step_by_step_causal_cache_equals_one_causal_pass(noisy, steps):
 def test_rotary_turns_queries_and_keys_but_not_values(noisy):
     attn = noisy(Attention(16, 2))
     x = torch.randn(BATCH, 6, 16)
-    rope = Rope((2, 3), 8, 100.0, 0, 0, torch.device("cpu"))
+    rope = Rope((2, 3), 8, RopeRecipe(), 0, 0, torch.device("cpu"))
     plain_q, plain = attn.project(x)
     q, kv = attn.project(x, rotary=rope)
     assert torch.equal(q, rope(plain_q))
@@ -202,7 +203,7 @@ def test_rotary_turns_queries_and_keys_but_not_values(noisy):
 def test_norm_comes_before_rotary(noisy):
     attn = noisy(Attention(16, 2, qk_norm=True))
     x = torch.randn(BATCH, 6, 16)
-    rope = Rope((2, 3), 8, 100.0, 0, 0, torch.device("cpu"))
+    rope = Rope((2, 3), 8, RopeRecipe(), 0, 0, torch.device("cpu"))
     keys = attn.to_k(x).unflatten(-1, (2, 8)).transpose(1, 2)
     torch.testing.assert_close(attn.remember(x, rope).k, rope(attn.norm_k(keys)))
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from regard.vit import checkpoint
-from regard.vit.config import PositionResize, ViTConfig
+from regard.vit.config import PositionResize, RopeRecipe, ViTConfig
 from regard.vit.errors import InputError
 from regard.vit.model import ViT
 from regard.vit.preprocess import Preprocess
@@ -23,13 +24,17 @@ from regard.vit.preprocess import Preprocess
 UNUSUAL = dict(
     image_size=(16, 40), patch_size=8, channels=1, dim=24, depth=2, heads=3, head_dim=4, hidden_dim=20, registers=2,
     registers_place="end", position_rows="cls+registers+patches",
-    position_resize=PositionResize("bilinear", False, 0.1), rope_base=50.0, activation="swiglu", norm_eps=1e-3,
-    qkv_bias=False, qk_norm=True, layer_scale=0.1, drop_path=0.25, pre_norm=True, pooling="cls+mean",
-    size_policy="pad",
-    preprocess=Preprocess((16, 40), "crop", 0.875, "bilinear", (0.5,), (0.25,), (1, 2, 3)),
+    position_resize=PositionResize("bilinear", False, 0.1), rope=RopeRecipe("index", 50.0, (3, 4), (2.5,)),
+    activation="swiglu", norm_eps=1e-3, qkv_bias=False, key_bias=False, qk_norm=True, attn_norm=True, mlp_norm=True,
+    layer_scale=0.1, drop_path=0.25, pre_norm=True, pooling="cls+mean", classes=5, size_policy="pad",
+    preprocess=Preprocess((16, 40), "crop", 0.875, "bilinear", (0.5,), (0.25,), (1, 2, 3), "floor", "torch"),
 )  # fmt: skip
-# these two exclude fields above, and get configurations of their own
-OTHERS = [dict(positions="rope"), dict(positions="sincos"), dict(positions="none"), dict(class_token=False)]
+# these exclude fields above, and get configurations of their own
+OTHERS = [
+    dict(positions="rope"), dict(positions="learned+rope"), dict(positions="sincos"), dict(positions="none"),
+    dict(class_token=False), dict(norm_place="pooled", pooling="mean"), dict(qkv_bias=True, key_bias=False),
+    dict(position_resize=PositionResize("bilinear", False, 0.0, True)),
+]  # fmt: skip
 
 
 def unusual(**changes: Any) -> ViTConfig:
@@ -40,10 +45,17 @@ def unusual(**changes: Any) -> ViTConfig:
 
 def test_the_unusual_configuration_differs_from_the_default_everywhere():
     for field in dataclasses.fields(ViTConfig):
-        if field.name not in ("positions", "class_token"):
+        if field.name not in ("positions", "class_token", "norm_place"):
             assert getattr(unusual(), field.name) != getattr(ViTConfig(), field.name), field.name
     for field in dataclasses.fields(Preprocess):
         assert getattr(unusual().preprocess, field.name) != getattr(Preprocess(), field.name), field.name
+    for field in dataclasses.fields(RopeRecipe):
+        assert getattr(unusual().rope, field.name) != getattr(RopeRecipe(), field.name), field.name
+    everywhere = {name for changes in OTHERS for name in changes}
+    assert {"positions", "class_token", "norm_place"} <= everywhere
+    for field in dataclasses.fields(PositionResize):
+        differing = [unusual(**changes).position_resize for changes in [{}, *OTHERS]]
+        assert any(getattr(p, field.name) != getattr(PositionResize(), field.name) for p in differing), field.name
 
 
 @pytest.fixture
@@ -85,6 +97,7 @@ def test_saving_and_opening_is_bit_equal(noisy, tmp_path, changes):
     assert torch.equal(before.patches, after.patches)
     assert torch.equal(before.registers, after.registers)
     assert torch.equal(model.pool(before), twin.pool(after))
+    assert torch.equal(model.classify(images), twin.classify(images))
     assert {n for n, _ in model.named_parameters()} == {n for n, _ in twin.named_parameters()}
     twin.save_pretrained(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
@@ -144,7 +157,7 @@ def test_an_opened_model_does_not_hang_on_its_file(folder, model):
 
 def test_the_passport_states_format_kind_and_every_field(folder):
     passport = json.loads((folder / "config.json").read_text())
-    assert passport["format"] == 1
+    assert passport["format"] == 2
     assert passport["kind"] == "ViTConfig"
     assert set(passport) == {"format", "kind", *(f.name for f in dataclasses.fields(ViTConfig))}
 
@@ -189,7 +202,7 @@ def test_many_missing_tensors_still_make_one_line(folder):
 # passport ------------------------------------------------------------------------------------------------------------
 
 PASSPORT_FAULTS = {
-    "another format": (lambda p: p.update(format=2), ("format 2", "update Regard")),
+    "another format": (lambda p: p.update(format=3), ("format 3", "update Regard")),
     "another kind": (lambda p: p.update(kind="ImageQAConfig"), ("ImageQAConfig", "ViTConfig")),
     "unknown field": (lambda p: p.update(colour="red"), ("unknown field 'colour'",)),
     "missing field": (lambda p: p.pop("qk_norm"), ("'qk_norm'", "missing")),
@@ -290,7 +303,8 @@ def test_a_file_in_place_of_a_folder_is_refused(folder, name):
 
 @pytest.mark.parametrize("name", ["no-such-model", "a/b/c", "/nowhere/model", "./x/y", "../up", "owner/", "~nobody/x"])
 def test_what_is_neither_folder_nor_hub_name_is_not_sought_on_the_hub(monkeypatch, name):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    for function in ("model_info", "snapshot_download"):
+        monkeypatch.setattr(huggingface_hub, function, lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(InputError) as caught:
         ViT.from_pretrained(name)
     one_line(caught, name)
@@ -313,30 +327,40 @@ def hub_faults() -> dict[str, BaseException]:
     }
 
 
+@pytest.mark.parametrize("open_it", [ViT.from_pretrained, checkpoint.find], ids=["ViT", "find"])
 @pytest.mark.parametrize("fault", hub_faults())
-def test_what_the_hub_does_not_give_is_one_line(monkeypatch, fault):
+def test_what_the_hub_does_not_give_is_one_line(monkeypatch, fault, open_it):
     error = hub_faults()[fault]
 
     def refuse(*arguments: Any, **options: Any) -> str:
         raise error
 
+    monkeypatch.setattr(huggingface_hub, "model_info", refuse)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(InputError) as caught:
-        ViT.from_pretrained("someone/no-such-model")
+        open_it("someone/no-such-model")
     one_line(caught, "'someone/no-such-model'", (str(error).splitlines() or [type(error).__name__])[0])
     assert caught.value.__cause__ is error
 
 
-def test_only_the_files_of_a_model_are_fetched(monkeypatch, folder, model):
+@pytest.mark.parametrize("open_it", [ViT.from_pretrained, checkpoint.find], ids=["ViT", "find"])
+def test_only_the_files_of_a_model_are_fetched(monkeypatch, folder, model, open_it):
     asked = {}
 
     def give(name: str, **options: Any) -> str:
         asked.update(name=name, **options)
         return str(folder)
 
+    def listed(name: str) -> Any:
+        names = ["README.md", "config.json", "model.safetensors", "pytorch_model.bin", "setup.py", "tokenizer.json"]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+
+    monkeypatch.setattr(huggingface_hub, "model_info", listed)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", give)
-    assert ViT.from_pretrained("someone/model").config == model.config
+    opened = open_it("someone/model")
+    assert (opened.config if isinstance(opened, ViT) else ViT.from_pretrained(opened).config) == model.config
     assert asked["name"] == "someone/model"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(asked["allow_patterns"])
     assert not [p for p in asked["allow_patterns"] if "*" in p or p.endswith((".bin", ".pt", ".py", ".pkl"))]
 
 

@@ -115,7 +115,11 @@ def test_fields_that_do_not_go_together_are_refused(changes, words):
     [
         lambda: PositionResize(mode="cubic"),
         lambda: Preprocess(fit="centre"),
-        lambda: Preprocess(interpolation="lanczos"),
+        lambda: Preprocess(interpolation="cubic"),
+        lambda: Preprocess(interpolation="lanczos", resampler="torch"),
+        lambda: Preprocess(resampler="pil"),
+        lambda: Preprocess(crop_offset="round"),
+        lambda: Preprocess(crop_ratio=87.5),
         lambda: Preprocess(crop_ratio=0.0),
         lambda: Preprocess(size=(0, 224)),
         lambda: Preprocess(size=224),

@@ -189,7 +189,7 @@ def test_an_empty_batch_gives_empty_maps(vit):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(dict(queries="patches"), "queries"), (dict(layers=3), "layer 3"), (dict(layers=[]), "layers"),
+    [(dict(queries="patch"), "queries"), (dict(layers=3), "layer 3"), (dict(layers=[]), "layers"),
      (dict(queries="registers"), "no registers")],
 )  # fmt: skip
 def test_what_the_model_does_not_have_is_named(vit, options, words):

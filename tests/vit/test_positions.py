@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from regard.vit.attention import Attention
-from regard.vit.config import PositionResize
+from regard.vit.config import PositionResize, RopeRecipe
 from regard.vit.positions import Rope, resize_table, sincos_table
 
 CPU = torch.device("cpu")
-KINDS = ["learned", "sincos", "rope", "none"]
+KINDS = ["learned", "sincos", "rope", "learned+rope", "none"]
 ROWS = ["patches", "cls+patches", "cls+registers+patches"]
 
 
@@ -68,6 +68,21 @@ def test_the_offset_recipe_scales_by_new_plus_offset_over_old(new):
     assert not torch.equal(got, plain), "the offset must matter"
 
 
+@pytest.mark.parametrize("new", [(6, 4), (2, 9), (5, 3), (3, 6)])
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+def test_with_aligned_corners_the_corner_patches_keep_their_place(new, mode):
+    table, recipe = torch.randn(15, 4), PositionResize(mode, antialias=False, align_corners=True)
+    got = resize_table(table, (3, 5), new, recipe)
+    want = F.interpolate(table.T.reshape(1, 4, 3, 5), size=new, mode=mode, align_corners=True)
+    torch.testing.assert_close(got, want[0].reshape(4, -1).T, rtol=0, atol=0)
+    old, corners = table.unflatten(0, (3, 5)), got.unflatten(0, new)
+    for row in (0, -1):
+        for column in (0, -1):
+            torch.testing.assert_close(corners[row, column], old[row, column])
+    plain = resize_table(table, (3, 5), new, PositionResize(mode, antialias=False))
+    assert not torch.allclose(got, plain), "the corners must matter"
+
+
 def test_a_half_precision_table_is_resampled_in_fp32():
     table = torch.randn(15, 4).bfloat16()
     got = resize_table(table, (3, 5), (6, 4), PositionResize())
@@ -105,36 +120,85 @@ def test_another_grid_stretches_the_coordinates_over_the_same_extent():
 # rope ----------------------------------------------------------------------------------------------------------------
 
 
-def rope_by_hand(x: torch.Tensor, grid: tuple[int, int], base: float, before: int) -> torch.Tensor:
+RECIPES = {
+    "centred": RopeRecipe(),
+    "another base": RopeRecipe(base=1000.0),
+    "index": RopeRecipe("index", base=10000.0),
+    "stretched to a reference": RopeRecipe("index", base=10000.0, reference=(4, 7)),
+    "stated periods": RopeRecipe(periods=(1.0, 3.0)),
+    "stated periods on numbers": RopeRecipe("index", periods=(0.7, 20.0), reference=(5, 5)),
+}
+IN_WORDS = pytest.mark.parametrize("recipe", RECIPES.values(), ids=[name.replace(" ", "-") for name in RECIPES])
+
+
+def angle_by_hand(recipe: RopeRecipe, grid: tuple[int, int], axis: int, place: int, i: int, count: int) -> float:
+    period = recipe.periods[i] if recipe.periods else recipe.base ** (i / count)
+    if recipe.coordinates == "centred":
+        return 2 * math.pi * ((place + 0.5) / grid[axis] * 2 - 1) / period
+    return place * (recipe.reference[axis] / grid[axis] if recipe.reference else 1) / period
+
+
+def rope_by_hand(x: torch.Tensor, grid: tuple[int, int], recipe: RopeRecipe, before: int) -> torch.Tensor:
     """`x (S, K)` in float64, one pair at a time."""
     x, width = x.double(), x.shape[1]
-    out = x.clone()
+    out, quarter = x.clone(), width // 4
     for r in range(grid[0]):
         for c in range(grid[1]):
             s = before + r * grid[1] + c
             for i in range(width // 2):
-                place = (r + 0.5) / grid[0] * 2 - 1 if i < width // 4 else (c + 0.5) / grid[1] * 2 - 1
-                angle = 2 * math.pi * place / base ** ((i % (width // 4)) / (width // 4))
+                axis = i // quarter
+                angle = angle_by_hand(recipe, grid, axis, (r, c)[axis], i % quarter, quarter)
                 a, b = x[s, i].item(), x[s, i + width // 2].item()
                 out[s, i] = a * math.cos(angle) - b * math.sin(angle)
                 out[s, i + width // 2] = b * math.cos(angle) + a * math.sin(angle)
     return out
 
 
+@IN_WORDS
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (3, 0), (1, 2)])
-def test_rope_equals_its_formula_and_leaves_other_tokens_alone(before, after):
+def test_rope_equals_its_formula_and_leaves_other_tokens_alone(before, after, recipe):
     grid, width = (2, 3), 8
     x = torch.randn(before + 6 + after, width)
-    turned = Rope(grid, width, 100.0, before, after, CPU)(x[None, None])[0, 0]
-    torch.testing.assert_close(turned.double(), rope_by_hand(x, grid, 100.0, before), rtol=0, atol=2e-6)
+    turned = Rope(grid, width, recipe, before, after, CPU)(x[None, None])[0, 0]
+    torch.testing.assert_close(turned.double(), rope_by_hand(x, grid, recipe, before), rtol=0, atol=2e-6)
     assert torch.equal(turned[:before], x[:before])
     assert torch.equal(turned[before + 6 :], x[before + 6 :])
     assert not torch.equal(turned, x)
 
 
+def test_a_reference_grid_is_where_patches_have_their_own_numbers():
+    x, grid = torch.randn(1, 1, 6, 8), (2, 3)
+    numbered = Rope(grid, 8, RopeRecipe("index"), 0, 0, CPU)(x)
+    assert torch.equal(Rope(grid, 8, RopeRecipe("index", reference=grid), 0, 0, CPU)(x), numbered)
+    assert not torch.allclose(Rope(grid, 8, RopeRecipe("index", reference=(3, 2)), 0, 0, CPU)(x), numbered)
+
+
+def test_periods_that_the_base_gives_change_nothing():
+    x, grid = torch.randn(1, 1, 6, 8), (2, 3)
+    stated = RopeRecipe(periods=(1.0, 10.0))  # base 100, K/4 = 2: 100^0, 100^(1/2)
+    assert torch.equal(Rope(grid, 8, stated, 0, 0, CPU)(x), Rope(grid, 8, RopeRecipe(base=100.0), 0, 0, CPU)(x))
+
+
+def test_rope_leaves_its_input_as_it_was():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.randn(1, 2, 6, 8).to(dtype)
+        before = x.clone()
+        Rope((2, 3), 8, RopeRecipe(), 0, 0, CPU)(x)
+        assert torch.equal(x, before)
+
+
+def test_the_gradient_of_rope_turns_back():
+    rope = Rope((2, 3), 8, RopeRecipe(), 1, 0, CPU)
+    x = torch.randn(1, 1, 7, 8, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(rope, x, atol=1e-6)
+    # the transpose of a rotation is its inverse: what was turned, sent back through the gradient, is x again
+    back = torch.autograd.grad(rope(x), x, rope(x).detach())[0]
+    torch.testing.assert_close(back, x.detach(), rtol=0, atol=1e-6)
+
+
 def test_rope_scores_depend_on_the_difference_of_places_only():
     grid, width = (3, 4), 16
-    rope = Rope(grid, width, 100.0, 0, 0, CPU)
+    rope = Rope(grid, width, RopeRecipe(), 0, 0, CPU)
     q, k = (rope(torch.randn(1, 1, 1, width).expand(1, 1, 12, width))[0, 0] for _ in range(2))
     scores = (q @ k.T).reshape(3, 4, 3, 4)
     by_shift: dict[tuple[int, int], list[float]] = {}
@@ -150,7 +214,7 @@ def test_rope_scores_depend_on_the_difference_of_places_only():
 
 def test_rope_turns_rows_and_columns_in_their_own_halves():
     width = 8
-    tall, wide = Rope((4, 1), width, 100.0, 0, 0, CPU), Rope((1, 4), width, 100.0, 0, 0, CPU)
+    tall, wide = Rope((4, 1), width, RopeRecipe(), 0, 0, CPU), Rope((1, 4), width, RopeRecipe(), 0, 0, CPU)
     x = torch.randn(1, 1, 4, width)
     row_pairs, column_pairs = [0, 1, 4, 5], [2, 3, 6, 7]
     assert torch.equal(tall(x)[..., column_pairs], x[..., column_pairs])  # the only column stands at 0
@@ -160,20 +224,21 @@ def test_rope_turns_rows_and_columns_in_their_own_halves():
 
 def test_rope_keeps_lengths_and_dtype():
     x = torch.randn(2, 3, 6, 8)
-    rope = Rope((2, 3), 8, 100.0, 0, 0, CPU)
+    rope = Rope((2, 3), 8, RopeRecipe(), 0, 0, CPU)
     torch.testing.assert_close(rope(x).norm(dim=-1), x.norm(dim=-1))
     half = rope(x.bfloat16())
     assert half.dtype == torch.bfloat16
     assert torch.equal(half, rope(x.bfloat16().float()).bfloat16()), "rope must be computed in fp32"
 
 
-def test_rope_in_attention_equals_turning_by_hand(noisy):
+@IN_WORDS
+def test_rope_in_attention_equals_turning_by_hand(noisy, recipe):
     attn = noisy(Attention(16, 2))
     x, grid = torch.randn(1, 7, 16), (2, 3)
-    q, kv = attn.project(x, rotary=Rope(grid, 8, 100.0, 1, 0, CPU))
+    q, kv = attn.project(x, rotary=Rope(grid, 8, recipe, 1, 0, CPU))
     plain_q, plain = attn.project(x)
     for h in range(2):
-        scores = rope_by_hand(plain_q[0, h], grid, 100.0, 1) @ rope_by_hand(plain.k[0, h], grid, 100.0, 1).T
+        scores = rope_by_hand(plain_q[0, h], grid, recipe, 1) @ rope_by_hand(plain.k[0, h], grid, recipe, 1).T
         want = torch.softmax(scores / 8**0.5, dim=-1)
         torch.testing.assert_close(attn.weights(q, kv.k)[0, h].double(), want, rtol=0, atol=1e-5)
 
