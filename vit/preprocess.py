@@ -1,4 +1,8 @@
-"""From a picture to the tensor a model expects: size, squash or crop, interpolation, mean, std."""
+"""From a picture to the tensor a model expects: size, squash or crop, interpolation, mean, std.
+
+Libraries agree on the idea and differ by a pixel or a rounding; what makes the difference is a field here, so that a
+picture becomes the numbers that the owner of the weights gets. `regard.vit.pretrained.processors` sets the fields.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +12,17 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from regard.vit.errors import InputError, check_choices
 from regard.vit.images import to_rgb
 
 Picture = Image.Image | np.ndarray | Tensor
+Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+_FILTERS = {filter.name.lower(): filter for filter in Image.Resampling}
+_MOST_PIXELS = 1 << 28  # of a picture between resize and crop: a gigabyte
 
 
 @dataclass(frozen=True)
@@ -24,27 +31,41 @@ class Preprocess:
 
     Attributes:
         size: (height, width) in pixels, or None to keep the picture's own size.
-        fit: `squash` resizes to `size` whatever the aspect; `crop` resizes the short side and cuts the centre.
-        crop_ratio: with `crop`, the share of the resized picture that is kept (224 of 256 is 0.875).
-        interpolation: `bilinear` or `bicubic`, antialiased.
+        fit: `squash` resizes to `size` whatever the aspect; `crop` keeps the aspect, so that the picture just covers
+            `size`. The centre is cut out of what is left over.
+        crop_ratio: the share of the resized picture that is kept, per side (224 of 256 is 0.875). Above 1 the picture
+            is smaller than `size`, and black stands around it.
+        interpolation: a filter of Pillow's, by name; all but `nearest` are antialiased.
         mean, std: per channel, for pixel values in 0..1.
         background: what transparent pixels are composited on, RGB in 0..255.
+        crop_offset: where the cut begins if an odd number of pixels is left over: at the `even` one of the two middle
+            offsets, as in torchvision and timm, or at the smaller one (`floor`), as in transformers.
+        resampler: what resizes. `pillow`; `torch` on 8-bit values, as torchvision and the processors of transformers
+            called Fast do on tensors; or `torch_float`, rounded to 8 bits at the end, as DINOv3's processor there.
+            They differ by a level or two of 255, and more where `bicubic` overshoots at hard edges.
     """
 
     size: tuple[int, int] | None = (224, 224)
     fit: Literal["squash", "crop"] = "squash"
     crop_ratio: float = 1.0
-    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
+    interpolation: Interpolation = "bicubic"
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     background: tuple[int, int, int] = (255, 255, 255)
+    crop_offset: Literal["even", "floor"] = "even"
+    resampler: Literal["pillow", "torch", "torch_float"] = "pillow"
 
     def __post_init__(self) -> None:
         if self.size is not None:
             check_size("Preprocess.size", self.size)
-        check_choices(self, "fit", "interpolation")
-        if not 0 < self.crop_ratio <= 1:
-            raise InputError(f"Preprocess.crop_ratio is {self.crop_ratio}; it must lie in (0, 1]")
+        check_choices(self, "fit", "interpolation", "crop_offset", "resampler")
+        if not 0 < self.crop_ratio <= 2:
+            raise InputError(f"Preprocess.crop_ratio is {self.crop_ratio}; it must lie in (0, 2]")
+        if self.resampler != "pillow" and self.interpolation not in ("bilinear", "bicubic"):
+            raise InputError(
+                f"Preprocess.resampler {self.resampler!r} has bilinear and bicubic, not {self.interpolation!r};"
+                " take 'pillow'"
+            )
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             raise InputError(
                 f"Preprocess.mean and std have {len(self.mean)} and {len(self.std)} values; both need 1 or 3"
@@ -68,7 +89,9 @@ class Preprocess:
 
     def pixels(self, picture: Picture) -> Tensor:
         """One picture, resized and cut, as uint8 `(C, height, width)`."""
-        image = self._cut(_as_pil(picture, self.background))
+        image = _as_pil(picture, self.background)
+        if self.size is not None:
+            image = self._cut(image, *self.size)
         if len(self.mean) == 1:
             image = image.convert("L")
         array = torch.from_numpy(np.array(image, dtype=np.uint8))
@@ -80,22 +103,49 @@ class Preprocess:
         std = torch.tensor(self.std, device=pixels.device)[:, None, None]
         return (pixels.float() / 255 - mean) / std
 
-    def _cut(self, image: Image.Image) -> Image.Image:
-        if self.size is None:
+    def _cut(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        tall, wide = self._resized(image, height, width)
+        if image.size != (wide, tall):
+            image = self._resize(image, tall, wide)
+        if (tall, wide) == (height, width):
             return image
-        height, width = self.size
-        filter = _FILTERS[self.interpolation]
-        if self.fit == "squash":
-            return image if image.size == (width, height) else image.resize((width, height), filter)
-        # Rounded down twice, as timm and torchvision do: one pixel more would shift every number.
-        tall, wide = int(height / self.crop_ratio), int(width / self.crop_ratio)
-        if tall * image.width >= wide * image.height:
-            wide = tall * image.width // image.height
-        else:
-            tall = wide * image.height // image.width
-        image = image.resize((wide, tall), filter)
-        left, top = round((image.width - width) / 2), round((image.height - height) / 2)
-        return image.crop((left, top, left + width, top + height))
+        top, left = self._offset(tall - height), self._offset(wide - width)
+        return image.crop((left, top, left + width, top + height))  # black where it reaches beyond the picture
+
+    def _resized(self, image: Image.Image, height: int, width: int) -> tuple[int, int]:
+        """(height, width) before the cut. Each rounding is the owners': one pixel more would shift every number."""
+        tall, wide = max(1, int(height / self.crop_ratio)), max(1, int(width / self.crop_ratio))
+        if self.fit == "crop" and tall == wide:
+            short = min(image.size)
+            tall, wide = tall * image.height // short, wide * image.width // short
+        elif self.fit == "crop":  # timm alone has this case
+            shrink = min(image.height / tall, image.width / wide)
+            tall, wide = round(image.height / shrink), round(image.width / shrink)
+        if tall * wide > _MOST_PIXELS:
+            raise InputError(
+                f"a picture of {image.height} x {image.width} would be resized to {tall} x {wide} before the crop:"
+                " it is too thin; cut it first, or set preprocess.fit='squash'"
+            )
+        return tall, wide
+
+    def _resize(self, image: Image.Image, tall: int, wide: int) -> Image.Image:
+        if self.resampler == "pillow":
+            return image.resize((wide, tall), _FILTERS[self.interpolation])
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        if self.resampler == "torch_float":
+            pixels = pixels.float()
+        pixels = functional.interpolate(pixels, (tall, wide), mode=self.interpolation, antialias=True)
+        if self.resampler == "torch_float":
+            pixels = pixels.round().clamp(0, 255).byte()
+        return Image.fromarray(pixels[0].permute(1, 2, 0).contiguous().numpy())
+
+    def _offset(self, spare: int) -> int:
+        """Where the cut begins, with so many pixels to spare; below 0 so many are missing."""
+        if self.crop_offset == "floor" and self.resampler == "pillow":
+            return spare // 2
+        if self.crop_offset == "floor" or spare < 0:
+            return int(spare / 2)
+        return round(spare / 2)
 
 
 def check_size(name: str, size: object) -> None:

@@ -90,6 +90,59 @@ def test_crop_keeps_the_aspect_and_never_runs_past_the_edge(picture, target):
         assert abs(middle - 127) < 8, "the centre is kept"
 
 
+def test_a_crop_that_is_not_square_covers_it_rounded_to_the_nearest_pixel():
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (47, 61, 3), dtype=np.uint8))
+    got = Preprocess(size=(20, 30), fit="crop", crop_ratio=0.9).pixels(image)
+    # 22 x 33 is to be covered: 61 / 33 is less than 47 / 22, and 47 / (61 / 33) = 25.43
+    assert torch.equal(got, as_pixels(image.resize((33, 25), Image.Resampling.BICUBIC).crop((2, 2, 32, 22))))
+
+
+@pytest.mark.parametrize(("offset", "top"), [("even", 2), ("floor", 1)])
+def test_an_odd_rest_is_cut_where_the_owner_cuts_it(offset, top):
+    rows = np.tile(np.arange(23, dtype=np.uint8)[:, None, None], (1, 20, 3))
+    got = Preprocess(size=(20, 20), fit="crop", crop_offset=offset).pixels(rows)
+    assert got[0, 0, 0] == top
+    assert got.shape == (3, 20, 20)
+
+
+def test_squash_keeps_its_share_too(array):
+    got = Preprocess(size=(14, 20), crop_ratio=0.5).pixels(array)
+    whole = Image.fromarray(array).resize((40, 28), Image.Resampling.BICUBIC)
+    assert torch.equal(got, as_pixels(whole.crop((10, 7, 30, 21))))
+
+
+@pytest.mark.parametrize("fit", ["squash", "crop"])
+def test_a_picture_smaller_than_its_frame_stands_in_black(fit):
+    white = np.full((HEIGHT, HEIGHT, 3), 255, np.uint8)
+    got = Preprocess(size=(30, 30), fit=fit, crop_ratio=1.5).pixels(white)
+    assert (got[:, 5:25, 5:25] == 255).all()
+    assert got.long().sum() == 3 * 20 * 20 * 255
+
+
+@pytest.mark.parametrize("name", ["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"])
+def test_every_filter_is_pillow_s_of_that_name(array, name):
+    got = Preprocess(size=(14, 20), interpolation=name).pixels(array)
+    assert torch.equal(got, as_pixels(Image.fromarray(array).resize((20, 14), Image.Resampling[name.upper()])))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_torch_resizes_as_torch_does(array, interpolation):
+    tensor = torch.from_numpy(array).permute(2, 0, 1)[None]
+    how = dict(size=(14, 20), mode=interpolation, antialias=True)
+    for resampler, expected in (
+        ("torch", torch.nn.functional.interpolate(tensor, **how)),
+        ("torch_float", torch.nn.functional.interpolate(tensor.float(), **how).round().clamp(0, 255).byte()),
+    ):
+        preprocess = Preprocess(size=(14, 20), interpolation=interpolation, resampler=resampler)
+        assert torch.equal(preprocess.pixels(array), expected[0])
+        assert preprocess(array).shape == (1, 3, 14, 20)
+
+
+def test_a_picture_too_thin_to_be_cropped_is_refused_not_blown_up():
+    with pytest.raises(InputError, match="1 x 100000 would be resized to 224 x 22400000"):
+        Preprocess(fit="crop")(Image.new("RGB", (100_000, 1)))
+
+
 def test_a_picture_lying_on_its_side_is_turned_first(array):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held upright: turn clockwise to view
