@@ -14,6 +14,7 @@ _HOMES = {
     "train_answer": "regard.train.answer",
     "demo": "regard.verbs.demo",
     "doctor": "regard.verbs.doctor",
+    "export": "regard.verbs.export",
     "open_image": "regard.datasets",
     "load_questions": "regard.datasets",
     "attention_rows": "regard.vit",

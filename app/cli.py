@@ -21,6 +21,7 @@ _VERBS = """verbs:
   look IMAGE           where the class token of a ViT looks, head by head
   train answer         train a model that answers questions about images
   evaluate answer      score a model on a question set
+  export MODEL         write a ViT for timm, transformers, torchvision, dinov2, ONNX or torch.export
   doctor               what is installed, and what this machine can do
 
 `regard VERB --help` tells the flags of a verb."""

@@ -29,8 +29,20 @@ def _parser(verb: tuple[str, ...], description: str) -> ArgumentParser:
 
 def parse(parser: ArgumentParser, verb: tuple[str, ...], arguments: list[str]) -> dict[str, Any]:
     # Only what was typed: the functions hold their own defaults, and a resumed run the settings it was started with.
-    typed = [_NESTED.sub(lambda found: found[1] + found[2].replace(".", "/"), word) for word in arguments[len(verb) :]]
+    words = _paired(arguments[len(verb) :])
+    typed = [_NESTED.sub(lambda found: found[1] + found[2].replace(".", "/"), word) for word in words]
     return {name: _unfolded(value) for name, value in parser.parse_args(typed, defaults=False).as_dict().items()}
+
+
+def _paired(words: list[str]) -> list[str]:
+    """`--image_size 224 336` as `--image_size [224,336]`: two numbers after the flag are one size."""
+    paired = list(words)
+    for place, word in enumerate(words[:-2]):
+        size = words[place + 1 : place + 3]
+        if re.fullmatch(r"--(\w+\.)*image_size", word) and all(side.isdigit() for side in size):
+            paired[place + 1 : place + 3] = [f"[{','.join(size)}]"]
+            return [*paired[: place + 2], *_paired(paired[place + 2 :])]
+    return paired
 
 
 # jsonargparse loses one of two flags that reach into the same mapping within a mapping, so it meets them as one name.
@@ -87,6 +99,10 @@ def _demo(verb: tuple[str, ...]) -> ArgumentParser:
     return _function(verb, regard.demo)
 
 
+def _export(verb: tuple[str, ...]) -> ArgumentParser:
+    return _function(verb, regard.export, "model")
+
+
 def _doctor(verb: tuple[str, ...]) -> ArgumentParser:
     return _function(verb, regard.doctor)
 
@@ -131,5 +147,6 @@ COMMANDS: dict[tuple[str, ...], tuple[_Build, _Run]] = {
     ("look",): (_look, _run("look")),
     ("train", "answer"): (_train, _run_train),
     ("evaluate", "answer"): (_evaluate, _run("evaluate_answer")),
+    ("export",): (_export, _run("export")),
     ("doctor",): (_doctor, _run_doctor),
 }

@@ -105,7 +105,7 @@ def _drawn_words(answer: Answer) -> list[int]:
 
 def _as_seen(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     """The picture in the frame the model saw: itself where it was squashed, the cut where it was cropped."""
-    if preprocess.size is not None and preprocess.fit == "crop":
+    if preprocess.size is not None and (preprocess.fit == "crop" or preprocess.crop_ratio != 1):
         image = Image.fromarray(preprocess.pixels(image).permute(1, 2, 0).numpy())
     # Twice as sharp as a panel is enough; every panel would draw a photo's millions of pixels anew.
     shrink = 2 * _PANEL * _DPI / max(image.size)

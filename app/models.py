@@ -1,5 +1,6 @@
-"""Opening a trained model for a command: a folder, a run, or a hub name."""
+"""Opening a model for a command: a folder, a run, a file of any library, a hub name or one of timm's."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from regard.crossattn import ImageQA
 from regard.vit import ViT, checkpoint
 from regard.vit.errors import InputError, reason
+from regard.vit.pretrained.files import locate
 
 DEMO = "demo"
 
@@ -15,17 +17,24 @@ DEMO = "demo"
 def open_qa(source: str | Path, device: str = "auto") -> ImageQA:
     """A trained `ImageQA` on a device. Raises InputError; for the default name it tells how to make one."""
     _tell_of_demo(source)
-    return ImageQA.from_pretrained(source).to(choose_device(device))
+    place = locate(source)
+    if _kind(place) != "ImageQAConfig":
+        ViT.from_pretrained(place)  # what is no model at all is told as such
+        raise InputError(
+            f"{source}: a vision transformer alone, which has no text side to answer with; train one on it:"
+            f" regard train answer --pretrained {source} --data ..."
+        )
+    return ImageQA.from_pretrained(place).to(choose_device(device))
 
 
 def open_vit(source: str | Path, device: str = "auto") -> ViT:
-    """A trained `ViT`, or the image side of a trained `ImageQA`, on a device."""
+    """Any pretrained ViT, or the image side of a trained `ImageQA`, on a device."""
     _tell_of_demo(source)
-    folder = checkpoint.find(source)
-    passport = folder / checkpoint.CONFIG
-    is_qa = passport.is_file() and _kind(passport) == "ImageQAConfig"
-    model = ImageQA.from_pretrained(folder).vit if is_qa else ViT.from_pretrained(folder)
-    return model.to(choose_device(device))
+    place = locate(source)
+    vit = ImageQA.from_pretrained(place).vit if _kind(place) == "ImageQAConfig" else ViT.from_pretrained(place)
+    if vit.report is not None and str(place) != str(source):
+        vit.report = dataclasses.replace(vit.report, source=str(source))
+    return vit.to(choose_device(device))
 
 
 def choose_device(device: str) -> torch.device:
@@ -45,8 +54,8 @@ def _tell_of_demo(source: str | Path) -> None:
         raise InputError("no model here yet: run `regard demo` first (it makes the folder 'demo'), or pass --model")
 
 
-def _kind(passport: Path) -> str:
-    try:
-        return str(json.loads(passport.read_text(encoding="utf-8")).get("kind"))
-    except (ValueError, AttributeError, RecursionError):
-        return "unreadable"  # the loader tells what is wrong with it
+def _kind(place: Path) -> str | None:
+    """The kind that a passport states; None for what another library wrote, which is a ViT if anything."""
+    if not checkpoint.is_ours(place):
+        return None
+    return str(json.loads((place / checkpoint.CONFIG).read_text(encoding="utf-8"))["kind"])

@@ -1,6 +1,6 @@
 """`ImageQAConfig`, all that an `ImageQA`'s numbers depend on besides its weights, and the presets by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -68,10 +68,10 @@ def preset_config(
     vocab_size: int,
     answers: Sequence[str],
     score: Literal["softmax", "sigmoid"],
-    vit: dict[str, Any],
+    vit: ViTConfig | Mapping[str, Any],
     text: dict[str, Any],
 ) -> ImageQAConfig:
-    """The configuration of a named size, with any field of its `ViTConfig` and `TextConfig` changed.
+    """The configuration of a named size, with any field of its `ViTConfig` and `TextConfig` changed; or a whole one.
 
     Another `image_size` is preprocessed to, unless `preprocess` says otherwise.
     Raises InputError for an unknown preset or field.
@@ -82,7 +82,7 @@ def preset_config(
         raise InputError("answers is one text; give a list of answers")
     base_vit, base_text = _PRESETS[name]
     return ImageQAConfig(
-        vit=changed_vit(base_vit, vit),
+        vit=vit if isinstance(vit, ViTConfig) else changed_vit(base_vit, vit),
         text=changed(replace(base_text, vocab_size=vocab_size), text),
         answers=tuple(answers),
         score=score,

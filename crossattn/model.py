@@ -5,7 +5,7 @@
 `remember`, then `logits`.  B images, N image tokens, Q questions, T text tokens, D width, A answers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -52,20 +52,28 @@ class ImageQA(nn.Module):
         questions: Sequence[str],
         answers: Sequence[str],
         score: Literal["softmax", "sigmoid"] = "softmax",
-        vit: dict[str, Any] | None = None,
+        vit: "Mapping[str, Any] | ViT | str | Path | nn.Module | None" = None,
         text: dict[str, Any] | None = None,
     ) -> "ImageQA":
         """A new model of a named size with random weights; its tokenizer is learned from `questions`.
 
         `demo` reads 64 x 64 images and trains in minutes on a CPU. `vit` and `text` change any field of `ViTConfig`
-        and `TextConfig`; another `image_size` is preprocessed to, unless `preprocess` says otherwise.
+        and `TextConfig`; another `image_size` is preprocessed to, unless `preprocess` says otherwise. `vit` may instead
+        be a pretrained image side: a `ViT`, or anything that `ViT.from_pretrained` opens.
         Raises InputError for an unknown preset or field.
         """
         tokenizer = TextTokenizer.train(questions)
+        side = None
+        if vit is not None and not isinstance(vit, Mapping):
+            side = (vit if isinstance(vit, ViT) else ViT.from_pretrained(vit)).as_encoder()
+        fields = side.config if side is not None else vit or {}
         config = preset_config(
-            name, vocab_size=len(tokenizer), answers=answers, score=score, vit=vit or {}, text=text or {}
+            name, vocab_size=len(tokenizer), answers=answers, score=score, vit=fields, text=text or {}
         )
-        return cls(config, tokenizer)
+        model = cls(config, tokenizer)
+        if side is not None:
+            model.vit = side.train(model.training)
+        return model
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "ImageQA":

@@ -20,6 +20,7 @@ from regard.train.module import RegardModule
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
 from regard.train.steps import total_steps
+from regard.vit import ViT
 from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
@@ -165,7 +166,7 @@ def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
             questions=training.question_texts(),
             answers=answers,
             score=recipe.score,
-            vit=recipe.vit,
+            vit=recipe.vit if recipe.pretrained is None else ViT.from_pretrained(recipe.pretrained, **recipe.vit),
             text=recipe.text,
         )
     if model.preprocess.size is None:

@@ -26,7 +26,8 @@ class AnswerRecipe:
         data: question set: `easy-vqa`, a folder, or a table (JSONL, CSV).
         held_out: share of the training images kept out of training, to choose the best epoch by.
         model: preset of `ImageQA`.
-        vit: changed fields of the preset's `ViTConfig`.
+        pretrained: image side to start from, instead of the preset's: folder, file, hub name or timm name of any ViT.
+        vit: changed fields of the preset's `ViTConfig`, or of the pretrained one's.
         text: changed fields of the preset's `TextConfig`.
         score: `softmax` (one right answer) or `sigmoid` (several may be right).
         epochs: passes over the training images.
@@ -48,6 +49,7 @@ class AnswerRecipe:
     data: str = "easy-vqa"
     held_out: float = 0.1
     model: str = "demo"
+    pretrained: str | None = None
     vit: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
     score: Literal["softmax", "sigmoid"] = "softmax"

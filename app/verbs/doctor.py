@@ -10,7 +10,12 @@ _NEEDED = (
     "torch", "numpy", "pillow", "lightning", "torchmetrics", "tokenizers", "safetensors", "huggingface_hub",
     "jsonargparse", "rich", "matplotlib", "tensorboardX",
 )  # fmt: skip
-_EXTRAS = {"demo": ("easy-vqa",), "test": ("pytest", "pytest-timeout", "easy-vqa"), "lint": ("ruff", "mypy")}
+_EXTRAS = {
+    "demo": ("easy-vqa",),
+    "export": ("onnx", "onnxscript", "onnxruntime"),
+    "test": ("pytest", "pytest-timeout", "easy-vqa"),
+    "lint": ("ruff", "mypy"),
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`regard look`: where the class token of a ViT looks, head by head."""
+"""`regard look`: where the class token of a ViT looks, head by head; without one, its registers or patches."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +12,24 @@ from regard.models import DEMO, open_vit
 from regard.vit import AttentionRows, attention_rows
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
+from regard.vit.pretrained.report import LoadReport
 
 
 @dataclass(frozen=True)
 class Looked:
-    """What `look` found: the class token's rows in one layer, and the PNG with a panel per head."""
+    """What `look` found: one token's rows in one layer, and the PNG with a panel per head.
+
+    `query` says whose: `cls`, or in a model without a class token `registers` (the first) or `patches` (their mean).
+    `loaded` tells how a model of another library was opened.
+    """
 
     image: Path
     model: str
     layer: int
+    query: str
     rows: AttentionRows
     picture: Path
+    loaded: LoadReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a program to read: per head the map, and the mass on the class token and registers."""
@@ -32,6 +39,8 @@ class Looked:
             "image": str(self.image),
             "model": self.model,
             "layer": self.layer,
+            "query": self.query,
+            "layout": None if self.loaded is None else self.loaded.layout,
             "picture": str(self.picture),
             "heads": [
                 {
@@ -44,11 +53,15 @@ class Looked:
         }
 
     def __str__(self) -> str:
-        lines = [f"layer {self.layer}, class token, {self.rows.patches.shape[2]} heads"]
+        lines = [] if self.loaded is None or self.loaded.layout == "regard" else [str(self.loaded)]
+        lines.append(f"layer {self.layer}, {_WHOSE[self.query]}, {self.rows.patches.shape[2]} heads")
         for h, head in enumerate(self.as_dict()["heads"]):
             share, cls, registers = sum(map(sum, head["map"])), head["cls"] or 0.0, sum(head["registers"])
             lines.append(f"  head {h}: patches {share:.1%}, class token {cls:.1%}, registers {registers:.1%}")
         return "\n".join([*lines, f"maps: {self.picture}"])
+
+
+_WHOSE = {"cls": "class token", "registers": "first register", "patches": "mean of the patches"}
 
 
 @torch.inference_mode()
@@ -59,7 +72,8 @@ def look(
 
     Args:
         image: picture file.
-        model: folder of a ViT or an ImageQA, run folder, or hub name; default: what `regard demo` trained.
+        model: any ViT or ImageQA: folder, run, file (.safetensors, .pth, .npz, .ckpt), hub name, timm name; default:
+            what `regard demo` trained.
         layer: layer counted from 0, or from the end if negative.
         out: PNG; default: IMAGE-look.png in the current folder.
         device: auto, cpu, cuda or cuda:N.
@@ -74,8 +88,9 @@ def look(
         raise InputError(f"layer is {layer!r}; look draws one layer, given by its number")
     (number,) = vit.layer_numbers(layer)
     images = vit.preprocess(picture).to(next(vit.parameters()).device)
-    rows = attention_rows(vit, images, "cls", number)
+    query = "cls" if vit.config.class_token else "registers" if vit.config.registers else "patches"
+    rows = attention_rows(vit, images, query, number)  # type: ignore[arg-type]
     path = Path(f"{image.stem}-look.png") if out is None else typed_path(out)
-    title = f"{image.name}, layer {number}, class token"
+    title = f"{image.name}, layer {number}, {_WHOSE[query]}"
     saved = figures.save(figures.head_figure(picture, vit.preprocess, rows, title), path)
-    return Looked(image, str(model), number, rows, saved)
+    return Looked(image, str(model), number, query, rows, saved, vit.report)

@@ -137,7 +137,7 @@ def test_flags_reach_into_a_mapping_within_a_mapping_one_by_one() -> None:
         (["--vit.image_size", "[48.5,80]"], "ViTConfig.image_size: expected int, found 48.5"),
         (["--vit.preprocess.fit", "stretch"], "Preprocess.fit is 'stretch'; choose one of squash, crop"),
         (["--vit.class_token", "maybe"], "ViTConfig.class_token: expected bool"),
-        (["--vit.norm_eps", "-1"], "norm_eps -1.0 must be 0 or more"),
+        (["--vit.norm_eps", "-1"], "norm_eps is -1.0; it must be 0 or more"),
         (["--vit.channels", "1"], "vit.channels is 1"),
         (["--text.dropout", "x"], "TextConfig.dropout: expected float"),
         (["--text.hidden_dim", "0"], "TextConfig.hidden_dim is 0"),

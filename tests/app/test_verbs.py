@@ -139,7 +139,7 @@ def test_doctor_tells_versions_devices_and_extras(regard_command: Command) -> No
     assert told["packages"]["torch"] == torch.__version__
     assert told["missing"] == []
     assert told["devices"][-1].startswith("cpu")
-    assert set(told["extras"]) == {"demo", "test", "lint"}
+    assert set(told["extras"]) == {"demo", "export", "test", "lint"}
     assert f"regard {regard.__version__}" in regard_command("doctor").out
 
 
