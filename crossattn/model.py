@@ -21,6 +21,7 @@ from regard.crossattn.text import TextEncoder
 from regard.crossattn.tokenizer import EncodedQuestions, TextTokenizer
 from regard.crossattn.words import WordMaps
 from regard.vit import checkpoint
+from regard.vit.config import ViTConfig
 from regard.vit.errors import InputError
 from regard.vit.model import ViT
 from regard.vit.preprocess import Picture, Preprocess
@@ -63,10 +64,11 @@ class ImageQA(nn.Module):
         Raises InputError for an unknown preset or field.
         """
         tokenizer = TextTokenizer.train(questions)
-        side = None
+        side: ViT | None = None
+        fields: ViTConfig | Mapping[str, Any] = vit if isinstance(vit, Mapping) else {}
         if vit is not None and not isinstance(vit, Mapping):
             side = (vit if isinstance(vit, ViT) else ViT.from_pretrained(vit)).as_encoder()
-        fields = side.config if side is not None else vit or {}
+            fields = side.config
         config = preset_config(
             name, vocab_size=len(tokenizer), answers=answers, score=score, vit=fields, text=text or {}
         )

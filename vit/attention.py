@@ -67,6 +67,9 @@ class KeysValues:
         return KeysValues(torch.cat((self.k, new.k), dim=2), torch.cat((self.v, new.v), dim=2))
 
 
+Edit = Callable[[Tensor, KeysValues], Tensor]  # (B, H, T, K), what was attended -> (B, H, T, K)
+
+
 class Attention(nn.Module):
     """Multi-head attention, `x (B, T, D)` asking `context (B, N, context_dim)` -> `(B, T, D)`.
 
@@ -115,6 +118,7 @@ class Attention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(heads)) if sink else None
         self.norm_out = nn.LayerNorm(inner, eps=norm_eps) if out_norm else nn.Identity()
         self.out = nn.Linear(inner, dim, bias=out_bias)
+        self.edit: Edit | None = None  # what an experiment does to the heads' outputs before they are joined
 
     def forward(
         self,
@@ -147,7 +151,13 @@ class Attention(nn.Module):
 
     def join(self, q: Tensor, kv: KeysValues, mask: Tensor | None = None) -> Tensor:
         """What the output projection is given: the heads' mixed values side by side, `(B, T, H * K)`."""
-        return self.norm_out(self.mix(q, kv, mask).transpose(1, 2).flatten(2))
+        return self.joined(self.mix(q, kv, mask), kv)
+
+    def joined(self, z: Tensor, kv: KeysValues) -> Tensor:
+        """The same, from what the heads put out, `z (B, H, T, K)`."""
+        if self.edit is not None:
+            z = self.edit(z, kv)
+        return self.norm_out(z.transpose(1, 2).flatten(2))
 
     def remember(self, context: Tensor, rotary: Rotary | None = None) -> KeysValues:
         """Project `context (B, N, context_dim)` to keys and values once, for any number of queries."""
@@ -176,10 +186,13 @@ class Attention(nn.Module):
             # A row with nothing to see would be softmax(-inf, ..., -inf). It looks everywhere instead and
             # its output is set to 0: the same on every backend, and its gradient is finite.
             mask = mask | ~visible if mask.dtype == torch.bool else mask.masked_fill(~visible, 0.0)
-        if self.sink is not None:  # one more key, met with the sink's logit, that hands over zeros
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            mask = self._with_sink(mask, q, kv.k)
-        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if self.sink is not None:
+            if mask is not None:  # the sink may always be attended
+                mask = F.pad(mask.expand(*mask.shape[:-1], k.shape[2]), (0, 1), value=mask.dtype == torch.bool)
+            q, k, v = self._with_sink(q, k, v)
+        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.head_dim**-0.5)
+        if self.sink is not None:
+            z = z[..., : self.head_dim]
         return z if visible is None else z.masked_fill(~visible, 0.0)
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -188,18 +201,24 @@ class Attention(nn.Module):
         Pass only the query rows that are wanted: memory is O(rows x N). A row sums to 1, or to 0 where the
         mask leaves it nothing to see, or to less than 1 where a sink takes its part.
         """
-        wide = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
-            scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * self.head_dim**-0.5
+        scores = self.scores(q, k, mask)
         if mask is not None:
             visible = _visible(mask)
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
             scores = scores.masked_fill(~visible, 0.0)
         if self.sink is not None:
-            logits = self.sink.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+            logits = self.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, logits), dim=-1)
         rows = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
         return rows if mask is None else rows.masked_fill(~visible, 0.0)
+
+    def scores(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What the softmax is given, q k^T / sqrt(K) + mask: `(B, H, T, N)`, in fp32 or wider."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * self.head_dim**-0.5
+        if mask is None:
+            return scores
+        return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
     @staticmethod
     def join_masks(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
@@ -223,13 +242,15 @@ class Attention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
-    def _with_sink(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    def _with_sink(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One more key that hands over zeros. It scores the sink's logit through channels of its own, not by a mask of
+        T x N, so that the fused kernel runs; they are 8 because kernels like that.
+        """
         assert self.sink is not None
-        scores = q.new_zeros(q.shape[0], self.heads, q.shape[2], k.shape[2])
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        logits = self.sink.to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat((scores, logits), dim=-1)
+        one = F.pad(q.new_ones(1), (0, 7)).expand(*q.shape[:-1], 8)
+        key = F.pad((self.sink * self.head_dim**0.5).to(k.dtype)[:, None, None], (self.head_dim, 7))
+        k = torch.cat((F.pad(k, (0, 8)), key.expand(k.shape[0], -1, -1, -1)), dim=2)
+        return torch.cat((q, one), dim=-1), k, F.pad(v, (0, 8, 0, 1))
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.vit import fused
-from regard.vit.attention import Attention, Rotary
+from regard.vit.attention import Attention, KeysValues, Rotary
 from regard.vit.config import ViTConfig
 
 # Beside Xavier-initialised patch and word tokens, whose entries are near 1, the usual 0.02 would start almost unseen.
@@ -23,6 +23,8 @@ def initialise(module: nn.Module) -> None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, (nn.LayerNorm, LayerScale)):
             part.reset_parameters()
+        elif isinstance(part, Attention) and part.sink is not None:
+            nn.init.zeros_(part.sink)
 
 
 class QuickGELU(nn.Module):
@@ -62,7 +64,7 @@ class Mlp(nn.Module):
             return self.norm(F.silu(self.gate(x)) * self.fc1(x))
         inner = self.fc1(x)
         if fused.is_bare(self.fc1, nn.Linear) and fused.is_bare(self.act, nn.GELU) and fused.pays(inner):
-            return self.norm(fused.gelu(inner, self.act.approximate))  # nobody else holds `inner`
+            return self.norm(fused.gelu(inner, str(self.act.approximate)))  # nobody else holds `inner`
         return self.norm(self.act(inner))
 
 
@@ -110,6 +112,7 @@ class Block(nn.Module):
             key_bias=config.key_bias,
             qk_norm=config.qk_norm,
             out_norm=config.attn_norm,
+            sink=config.sink,
             norm_eps=eps,
         )
         self.norm2 = nn.LayerNorm(dim, eps=eps)
@@ -125,6 +128,15 @@ class Block(nn.Module):
             x = self._add(x, z, self.attn.out, self.scale1)
             return self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2)
         x = x + self.drop_path(self.scale1(self.attn(self.norm1(x), rotary=rotary)))
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+
+    def finish(self, x: Tensor, z: Tensor, kv: KeysValues) -> Tensor:
+        """The rest of the block, once its heads have put out `z (B, H, N, K)` for the stream `x (B, N, D)`."""
+        attended = self.attn.joined(z, kv)
+        if self._fuses(x):
+            x = self._add(x, attended, self.attn.out, self.scale1)
+            return self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2)
+        x = x + self.drop_path(self.scale1(self.attn.out(attended)))
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
 
     def _fuses(self, x: Tensor) -> bool:

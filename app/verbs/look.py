@@ -89,7 +89,7 @@ def look(
     (number,) = vit.layer_numbers(layer)
     images = vit.preprocess(picture).to(next(vit.parameters()).device)
     query = "cls" if vit.config.class_token else "registers" if vit.config.registers else "patches"
-    rows = attention_rows(vit, images, query, number)  # type: ignore[arg-type]
+    rows = attention_rows(vit, images, query, number)
     path = Path(f"{image.stem}-look.png") if out is None else typed_path(out)
     title = f"{image.name}, layer {number}, {_WHOSE[query]}"
     saved = figures.save(figures.head_figure(picture, vit.preprocess, rows, title), path)

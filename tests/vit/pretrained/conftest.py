@@ -1,6 +1,5 @@
 """Owners with random, non-trivial weights, and how their numbers are compared with ours."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,31 +14,6 @@ from regard.vit.errors import InputError
 
 TOLERANCE = 1e-5
 sys.path.append(str(Path(__file__).parent))  # tests import `published.py`, which lies here
-
-
-def _importable_torchvision() -> None:
-    """torchvision's wheels carry operators for CUDA, which do not load beside a CPU build of torch.
-
-    timm, transformers and the tests need none of them, but importing torchvision asks for two by name. `make` puts
-    such a torchvision aside, where nothing else of the environment finds it.
-    """
-    sys.path.append(str(Path(sys.prefix) / "owners"))
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-
-        torchvision.operators_of_tests = library  # a library's operators live as long as it does
-
-
-_importable_torchvision()
 
 
 @pytest.fixture

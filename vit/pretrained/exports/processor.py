@@ -12,7 +12,8 @@ def processor(preprocess: Preprocess, size: tuple[int, int]) -> tuple[dict[str, 
     told = []
     height, width = preprocess.size or size
     tall, wide = int(height / preprocess.crop_ratio), int(width / preprocess.crop_ratio)
-    cut = {"crop_size": {"height": height, "width": width}, "do_center_crop": True}
+    cut: dict[str, Any] = {"crop_size": {"height": height, "width": width}, "do_center_crop": True}
+    shape: dict[str, Any]
     if preprocess.size is None:
         kind, shape = "ViT", {"size": {"height": height, "width": width}}  # not resized to
     elif preprocess.fit == "crop" and height == width:

@@ -66,6 +66,7 @@ PLAIN: Mapping[str, Allowed] = {
     "qk_norm": (False,),
     "attn_norm": (False,),
     "mlp_norm": (False,),
+    "sink": (False,),
     "layer_scale": (None,),
     "drop_path": anything,
     "pre_norm": (False,),
