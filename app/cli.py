@@ -18,7 +18,7 @@ _ABOUT = "Regard turns pictures into tokens, lets words question them, and shows
 _VERBS = """verbs:
   demo                 train on easy-VQA, ask, draw: the main job in minutes on a CPU
   ask IMAGE QUESTION…  answers with probabilities, and a map for every word
-  look IMAGE           where the class token of a ViT looks, head by head
+  look IMAGE           where the tokens of a ViT look, head by head; also a folder or a video
   train answer         train a model that answers questions about images
   evaluate answer      score a model on a question set
   export MODEL         write a ViT for timm, transformers, torchvision, dinov2, ONNX or torch.export

@@ -14,11 +14,19 @@ _Build = Callable[[tuple[str, ...]], ArgumentParser]
 _Run = Callable[[dict[str, Any]], int]
 
 
+# jsonargparse tells of a value outside of a list in the words of Python's types.
+_CHOICES = re.compile(r'Parser key "([\w.]+)":.*?typing\.Literal\[(.+?)\]\.? Got value: (\S+)')
+
+
 class _Parser(ArgumentParser):
     """One line for a wrong flag, as for every other mistake."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        print(f"regard: error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        message = " ".join(message.split())
+        if found := _CHOICES.search(message):
+            name, choices, given = found.groups()
+            message = f"--{name} is {given.strip()!r}; choose one of {choices.replace(chr(39), '')}"
+        print(f"regard: error: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -35,11 +43,11 @@ def parse(parser: ArgumentParser, verb: tuple[str, ...], arguments: list[str]) -
 
 
 def _paired(words: list[str]) -> list[str]:
-    """`--image_size 224 336` as `--image_size [224,336]`: two numbers after the flag are one size."""
+    """`--image_size 224 336` as `--image_size [224,336]`, `--size` too: two numbers after the flag are one size."""
     paired = list(words)
     for place, word in enumerate(words[:-2]):
         size = words[place + 1 : place + 3]
-        if re.fullmatch(r"--(\w+\.)*image_size", word) and all(side.isdigit() for side in size):
+        if re.fullmatch(r"--(\w+\.)*(image_)?size", word) and all(side.isdigit() for side in size):
             paired[place + 1 : place + 3] = [f"[{','.join(size)}]"]
             return [*paired[: place + 2], *_paired(paired[place + 2 :])]
     return paired

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,11 +28,17 @@ def open_qa(source: str | Path, device: str = "auto") -> ImageQA:
     return ImageQA.from_pretrained(place).to(choose_device(device))
 
 
-def open_vit(source: str | Path, device: str = "auto") -> ViT:
-    """Any pretrained ViT, or the image side of a trained `ImageQA`, on a device."""
+def open_vit(source: str | Path, device: str = "auto", **settings: Any) -> ViT:
+    """Any pretrained ViT, or the image side of a trained `ImageQA`, on a device.
+
+    `settings` say what a file does not tell of itself, as `ViT.from_pretrained` takes them.
+    """
     _tell_of_demo(source)
     place = locate(source)
-    vit = ImageQA.from_pretrained(place).vit if _kind(place) == "ImageQAConfig" else ViT.from_pretrained(place)
+    if _kind(place) == "ImageQAConfig" and not settings:
+        vit = ImageQA.from_pretrained(place).vit
+    else:
+        vit = ViT.from_pretrained(place, **settings)
     if vit.report is not None and str(place) != str(source):
         vit.report = dataclasses.replace(vit.report, source=str(source))
     return vit.to(choose_device(device))

@@ -92,6 +92,10 @@ class WordMaps(Mapping[str, Tensor]):
             self._rows = rows[..., : self._memory.cls + self._memory.registers + grid[0] * grid[1]]
         return self._rows
 
+    def word_rows(self) -> Tensor:
+        """`rows` with one row for each word, the mean of its tokens: `(L, H, words, N)`."""
+        return torch.stack([self.rows()[:, :, self._tokens(i)].mean(dim=2) for i in range(len(self._words))], dim=2)
+
     def _row(self, word: str | int, layer: Layer, head: int | Literal["mean"]) -> Tensor:
         rows_HTN = _choose(self.rows(), layer, "layer")
         rows_TN = _choose(rows_HTN, head, "head")

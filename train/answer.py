@@ -145,6 +145,11 @@ def _claim(settings: AnswerRecipe, out: Path, module: AnswerModule, data: Questi
         f"{len(part)} images with {sum(len(image.questions) for image in part.images)} questions"
         for part in (data.training, data.held_out)
     )
+    side = module.model.vit
+    if settings.pretrained is not None and side.report is not None:
+        print(side.report, file=sys.stderr)
+    trained = "is trained too" if next(side.parameters()).requires_grad else "is kept as it is"
+    print(f"image side: {sum(p.numel() for p in side.parameters()):,} parameters, {trained}", file=sys.stderr)
     answers, words = len(module.model.config.answers), len(module.model.tokenizer)
     print(
         f"training on {training}, choosing the best epoch on {held_out}; {answers} answers, {words} tokens",
@@ -169,6 +174,9 @@ def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
             vit=recipe.vit if recipe.pretrained is None else ViT.from_pretrained(recipe.pretrained, **recipe.vit),
             text=recipe.text,
         )
+    if recipe.freeze_vit if recipe.freeze_vit is not None else recipe.pretrained is not None:
+        # Lightning keeps the mode of each module, so this side stays in inference mode.
+        model.vit.requires_grad_(False).eval()
     if model.preprocess.size is None:
         raise InputError("training needs pictures of one size: set vit.preprocess.size")
     keep = recipe.workers == 0 and fits_in_memory(len(questions.images), model.preprocess)

@@ -27,6 +27,7 @@ class AnswerRecipe:
         held_out: share of the training images kept out of training, to choose the best epoch by.
         model: preset of `ImageQA`.
         pretrained: image side to start from, instead of the preset's: folder, file, hub name or timm name of any ViT.
+        freeze_vit: keep the image side as it is, without gradients; null does so if it is pretrained.
         vit: changed fields of the preset's `ViTConfig`, or of the pretrained one's.
         text: changed fields of the preset's `TextConfig`.
         score: `softmax` (one right answer) or `sigmoid` (several may be right).
@@ -50,6 +51,7 @@ class AnswerRecipe:
     held_out: float = 0.1
     model: str = "demo"
     pretrained: str | None = None
+    freeze_vit: bool | None = None
     vit: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
     score: Literal["softmax", "sigmoid"] = "softmax"

@@ -64,7 +64,7 @@ class TrainBatches(Sampler[list[Draw]]):
         if size < needed:
             raise InputError(
                 f"{size} training samples are too few for a batch of {batch_size} on {world} device(s): "
-                f"at least {needed} are needed; lower the batch size or the number of devices"
+                f"at least {needed} are needed; lower the batch (--batch_images) or the number of devices"
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.rank, self.world, self.drop_last = rank, world, drop_last

@@ -248,7 +248,7 @@ class Attention(nn.Module):
         """
         assert self.sink is not None
         one = F.pad(q.new_ones(1), (0, 7)).expand(*q.shape[:-1], 8)
-        key = F.pad((self.sink * self.head_dim**0.5).to(k.dtype)[:, None, None], (self.head_dim, 7))
+        key = F.pad((self.sink / self.head_dim**-0.5).to(k.dtype)[:, None, None], (self.head_dim, 7))
         k = torch.cat((F.pad(k, (0, 8)), key.expand(k.shape[0], -1, -1, -1)), dim=2)
         return torch.cat((q, one), dim=-1), k, F.pad(v, (0, 8, 0, 1))
 

@@ -1,6 +1,7 @@
 """The practical parts around attention: MLP, residuals with LayerScale and stochastic depth, the block."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +64,8 @@ class Mlp(nn.Module):
         if self.gate is not None:
             return self.norm(F.silu(self.gate(x)) * self.fc1(x))
         inner = self.fc1(x)
-        if fused.is_bare(self.fc1, nn.Linear) and fused.is_bare(self.act, nn.GELU) and fused.pays(inner):
-            return self.norm(fused.gelu(inner, str(self.act.approximate)))  # nobody else holds `inner`
+        if fused.pays(inner) and isinstance(self.act, nn.GELU) and fused.is_bare(self.fc1, nn.Linear):
+            return self.norm(fused.gelu(inner, self.act))  # nobody else holds `inner`
         return self.norm(self.act(inner))
 
 
@@ -121,36 +122,43 @@ class Block(nn.Module):
         self.scale1 = LayerScale(dim, config.layer_scale or 0.0) if scaled else nn.Identity()
         self.scale2 = LayerScale(dim, config.layer_scale or 0.0) if scaled else nn.Identity()
         self.drop_path = DropPath(drop_path)
+        self.edit: Callable[[Tensor], Tensor] | None = None  # what an experiment does to the stream that leaves
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         if self._fuses(x):
             z = self.attn.join(*self.attn.project(self.norm1(x), rotary=rotary))
             x = self._add(x, z, self.attn.out, self.scale1)
-            return self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2)
+            return self._edited(self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2))
         x = x + self.drop_path(self.scale1(self.attn(self.norm1(x), rotary=rotary)))
-        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+        return self._edited(x + self.drop_path(self.scale2(self.mlp(self.norm2(x)))))
 
     def finish(self, x: Tensor, z: Tensor, kv: KeysValues) -> Tensor:
         """The rest of the block, once its heads have put out `z (B, H, N, K)` for the stream `x (B, N, D)`."""
         attended = self.attn.joined(z, kv)
         if self._fuses(x):
             x = self._add(x, attended, self.attn.out, self.scale1)
-            return self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2)
+            return self._edited(self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2))
         x = x + self.drop_path(self.scale1(self.attn.out(attended)))
-        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+        return self._edited(x + self.drop_path(self.scale2(self.mlp(self.norm2(x)))))
+
+    def _edited(self, x: Tensor) -> Tensor:
+        return x if self.edit is None else self.edit(x)
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether the two residual sums can be made on the way, with no module skipped that does more than it says."""
-        if (self.training and self.drop_path.rate) or not fused.pays(x):
-            return False
-        bare = zip((self.attn, self.mlp, self.drop_path), (Attention, Mlp, DropPath), strict=True)
+        """Whether the residual sums can be made on the way, with no module skipped that does more than it says."""
+        parts: dict[str, Any] = self._modules
         scale = LayerScale if self.scaled else nn.Identity
+        attn, mlp, drop_path = parts["attn"], parts["mlp"], parts["drop_path"]
         return (
-            all(fused.is_bare(part, kind) for part, kind in bare)
-            and fused.is_bare(self.scale1, scale)
-            and fused.is_bare(self.scale2, scale)
-            and fused.is_plain_linear(self.attn.out, x)
-            and fused.is_plain_linear(self.mlp.fc2, x)
+            fused.pays(x)
+            and fused.is_bare(attn, Attention)
+            and fused.is_bare(mlp, Mlp)
+            and fused.is_bare(drop_path, DropPath)
+            and not (drop_path.training and drop_path.rate)
+            and fused.is_bare(parts["scale1"], scale)
+            and fused.is_bare(parts["scale2"], scale)
+            and fused.is_plain_linear(attn._modules["out"], x)
+            and fused.is_plain_linear(mlp._modules["fc2"], x)
         )
 
     @staticmethod

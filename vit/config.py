@@ -93,6 +93,7 @@ class ViTConfig:
         qk_norm: LayerNorm on each head's queries and keys.
         attn_norm: LayerNorm on the joined heads before their output projection (sub-LN).
         mlp_norm: LayerNorm on the MLP's inner layer (sub-LN).
+        sink: a learned logit per head that takes part in the softmax and hands over nothing (gpt-oss, 2025).
         layer_scale: initial LayerScale (Touvron et al., 2021), None for none.
         drop_path: stochastic depth rate of the last block; earlier blocks get less, linearly.
         pre_norm: a LayerNorm before the first block, as CLIP has; the patch projection then has no bias.
@@ -126,6 +127,7 @@ class ViTConfig:
     qk_norm: bool = False
     attn_norm: bool = False
     mlp_norm: bool = False
+    sink: bool = False
     layer_scale: float | None = None
     drop_path: float = 0.0
     pre_norm: bool = False

@@ -106,6 +106,8 @@ class ViT(nn.Module):
         with torch.device("meta"):
             encoder = ViT(config)
         own = {name.replace("pool.norm.", "norm."): tensor for name, tensor in self.state_dict(keep_vars=True).items()}
+        for name, parameter in encoder.named_parameters():
+            parameter.requires_grad_(own[name].requires_grad)  # assigning would have changed the shared one
         encoder.load_state_dict({name: own[name] for name in encoder.state_dict()}, assign=True)
         encoder.report = self.report
         return encoder.train(self.training)
@@ -114,18 +116,21 @@ class ViT(nn.Module):
         """Write `config.json` and `model.safetensors`: all that the numbers depend on."""
         checkpoint.save(folder, self.config, self)
 
-    def export(self, path: str | Path, layout: str, *, image_size: tuple[int, int] | None = None) -> ExportReport:
+    def export(
+        self, path: str | Path, layout: str, *, image_size: tuple[int, int] | None = None, overwrite: bool = False
+    ) -> ExportReport:
         """Write the model as another library opens it by itself, whole or not at all; the report says how to open it.
 
         `layout` is `timm` or `transformers` (a folder), `torchvision` or `dinov2` (a `.pth`), `onnx` (an `.onnx`) or
         `torch` (a `.pt2` of torch.export); the last two hold the computation itself, for one size and any batch.
         `image_size` (height, width) in pixels resamples the position table beforehand; default: the native size.
+        `overwrite` replaces what stands at `path`.
 
         Raises InputError for a configuration that the target cannot express, naming the setting and who could.
         """
         from regard.vit.pretrained.exports import export
 
-        return export(self, path, layout, image_size)
+        return export(self, path, layout, image_size, overwrite)
 
     def with_registers(self, count: int = 4) -> "ViT":
         """A new ViT of the same weights with `count` register tokens (Darcet et al., 2024, arXiv:2309.16588).

@@ -5,7 +5,7 @@ picture becomes the numbers that the owner of the weights gets. `regard.vit.pret
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -87,6 +87,10 @@ class Preprocess:
             raise InputError("pictures of different sizes do not make one batch; preprocess them one by one")
         return self.normalize(torch.stack(pixels))
 
+    def at(self, height: int, width: int) -> "Preprocess":
+        """The same to another size, which the whole picture is squashed to: for a graph that was exported for it."""
+        return replace(self, size=(height, width), fit="squash", crop_ratio=1.0)
+
     def pixels(self, picture: Picture) -> Tensor:
         """One picture, resized and cut, as uint8 `(C, height, width)`."""
         image = _as_pil(picture, self.background)
@@ -104,7 +108,7 @@ class Preprocess:
         return (pixels.float() / 255 - mean) / std
 
     def _cut(self, image: Image.Image, height: int, width: int) -> Image.Image:
-        tall, wide = self._resized(image, height, width)
+        tall, wide = self._resized(image.height, image.width, height, width)
         if image.size != (wide, tall):
             image = self._resize(image, tall, wide)
         if (tall, wide) == (height, width):
@@ -112,18 +116,30 @@ class Preprocess:
         top, left = self._offset(tall - height), self._offset(wide - width)
         return image.crop((left, top, left + width, top + height))  # black where it reaches beyond the picture
 
-    def _resized(self, image: Image.Image, height: int, width: int) -> tuple[int, int]:
+    def window(self, height: int, width: int) -> tuple[float, float, float, float]:
+        """(top, left, bottom, right) of what the tensor shows of a picture of this size, in the picture's pixels.
+
+        Edges, not pixels: 0 and `height` where nothing is cut off, and beyond them where black stands around it.
+        """
+        if self.size is None:
+            return 0.0, 0.0, float(height), float(width)
+        tall, wide = self._resized(height, width, *self.size)
+        top, left = self._offset(tall - self.size[0]), self._offset(wide - self.size[1])
+        down, across = height / tall, width / wide
+        return top * down, left * across, (top + self.size[0]) * down, (left + self.size[1]) * across
+
+    def _resized(self, tall_before: int, wide_before: int, height: int, width: int) -> tuple[int, int]:
         """(height, width) before the cut. Each rounding is the owners': one pixel more would shift every number."""
         tall, wide = max(1, int(height / self.crop_ratio)), max(1, int(width / self.crop_ratio))
         if self.fit == "crop" and tall == wide:
-            short = min(image.size)
-            tall, wide = tall * image.height // short, wide * image.width // short
+            short = min(tall_before, wide_before)
+            tall, wide = tall * tall_before // short, wide * wide_before // short
         elif self.fit == "crop":  # timm alone has this case
-            shrink = min(image.height / tall, image.width / wide)
-            tall, wide = round(image.height / shrink), round(image.width / shrink)
+            shrink = min(tall_before / tall, wide_before / wide)
+            tall, wide = round(tall_before / shrink), round(wide_before / shrink)
         if tall * wide > _MOST_PIXELS:
             raise InputError(
-                f"a picture of {image.height} x {image.width} would be resized to {tall} x {wide} before the crop:"
+                f"a picture of {tall_before} x {wide_before} would be resized to {tall} x {wide} before the crop:"
                 " it is too thin; cut it first, or set preprocess.fit='squash'"
             )
         return tall, wide

@@ -32,6 +32,8 @@ def export(
     to: Literal["timm", "transformers", "torchvision", "dinov2", "onnx", "torch"],
     out: str | Path,
     image_size: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    vit: dict[str, Any] | None = None,
 ) -> Exported:
     """Write a ViT as another library opens it, or as a graph for ONNX runtimes or torch.export.
 
@@ -40,9 +42,11 @@ def export(
         to: timm, transformers (a folder), torchvision, dinov2 (a .pth), onnx (an .onnx) or torch (a .pt2).
         out: the folder or file to write.
         image_size: H W in pixels, to which the position table is resampled beforehand; default: the native size.
+        overwrite: replace what stands at out.
+        vit: what a file does not tell of itself: --vit.image_size "[384, 288]", --vit.heads 6, --vit.classes 37.
 
     Raises:
         InputError: an unreadable model, a setting that the format cannot hold, an unwritable place.
     """
-    vit = open_vit(model, "cpu")
-    return Exported(str(model), vit.report, vit.export(out, to, image_size=image_size))
+    opened = open_vit(model, "cpu", **(vit or {}))
+    return Exported(str(model), opened.report, opened.export(out, to, image_size=image_size, overwrite=overwrite))

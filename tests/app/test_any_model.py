@@ -73,7 +73,43 @@ def test_a_model_trained_on_a_pretrained_vit_answers(regard_command, checkpoint,
     run = ["train", "answer", "--pretrained", path, "--data", squares / "train.jsonl", "--out", tmp_path / "run"]
     ran = regard_command(*run, "--epochs", 1, "--batch_images", 2, "--held_out", 0.25, *limits)
     assert ran.code == 0, ran
-    assert ImageQA.from_pretrained(tmp_path / "run").config.vit.registers == 2
+    assert "image side: " in ran.err
+    assert "is kept as it is" in ran.err
+    trained = ImageQA.from_pretrained(tmp_path / "run").vit
+    assert trained.config.registers == 2
+    # One step at the learning rate of an untrained model would wreck it.
+    untouched = ViT.from_pretrained(path).as_encoder().state_dict()
+    assert all(torch.equal(tensor, untouched[name]) for name, tensor in trained.state_dict().items())
     picture, out = squares / "0.png", tmp_path / "ask.png"
     ran = regard_command("ask", picture, "what color is the square?", "--model", tmp_path / "run", "--out", out)
     assert ran.code == 0, ran
+
+
+def test_an_unfrozen_image_side_is_trained_too(regard_command, checkpoint, squares, tmp_path) -> None:
+    path = checkpoint("cls")
+    limits = ["--trainer.limit_train_batches", 1, "--trainer.limit_val_batches", 1, "--trainer.accelerator", "cpu"]
+    run = ["train", "answer", "--pretrained", path, "--freeze_vit", "false", "--data", squares / "train.jsonl"]
+    ran = regard_command(
+        *run, "--out", tmp_path / "run", "--epochs", 1, "--batch_images", 2, "--held_out", 0.25, *limits
+    )
+    assert ran.code == 0, ran
+    assert "is trained too" in ran.err
+    moved = ImageQA.from_pretrained(tmp_path / "run").vit.blocks[0].mlp.fc1.weight
+    assert not torch.equal(moved, ViT.from_pretrained(path).blocks[0].mlp.fc1.weight)
+
+
+def test_export_is_told_what_a_file_does_not_say_and_replaces_nothing_unasked(
+    regard_command, checkpoint, tmp_path
+) -> None:
+    path = checkpoint("cls")
+    ran = regard_command("export", path, "--to", "timm", "--out", tmp_path / "out", "--vit.norm_eps", 1e-5)
+    assert ran.code == 0, ran
+    assert ViT.from_pretrained(tmp_path / "out").config.norm_eps == 1e-5
+    before = path.read_bytes()
+    ran = regard_command("export", path, "--to", "dinov2", "--out", path)
+    assert ran.code == 2
+    assert "exists already" in ran.err
+    assert path.read_bytes() == before
+    ran = regard_command("export", path, "--to", "tim", "--out", tmp_path / "other")
+    assert ran.code == 2
+    assert "--to is 'tim'; choose one of timm, transformers" in ran.err

@@ -41,7 +41,7 @@ def test_notes_are_told_in_words_and_as_json(regard_command: Command, folder: Pa
     assert (told["layout"], told["model"]) == ("transformers", "Dinov2WithRegistersModel")
     assert told["code"] == f"model = transformers.AutoModel.from_pretrained('{tmp_path}/a')"
     assert (told["source"], told["source_layout"], told["path"]) == (str(folder), "regard", f"{tmp_path}/a")
-    words = regard_command("export", folder, "--to", "transformers", "--out", tmp_path / "a").out
+    words = regard_command("export", folder, "--to", "transformers", "--out", tmp_path / "a", "--overwrite", "true").out
     assert told["notes"]
     for note in told["notes"]:
         assert f"  note: {note}" in words.splitlines()
@@ -49,7 +49,9 @@ def test_notes_are_told_in_words_and_as_json(regard_command: Command, folder: Pa
 
 def test_the_function_and_the_command_say_the_same(regard_command: Command, folder: Path, tmp_path: Path) -> None:
     called = regard.export(folder, to="dinov2", out=tmp_path / "a.pth")
-    ran = regard_command("export", folder, "--to", "dinov2", "--out", tmp_path / "a.pth", "--json")
+    ran = regard_command(
+        "export", folder, "--to", "dinov2", "--out", tmp_path / "a.pth", "--overwrite", "true", "--json"
+    )
     assert json.loads(ran.out) == json.loads(json.dumps(called.as_dict()))
 
 
@@ -99,7 +101,8 @@ def test_mistakes_are_one_line(regard_command: Command, folder: Path, tmp_path: 
         ((folder, "--to", "keras", "--out", out), "keras"),
         ((folder, "--to", "timm"), "out"),
         (("--to", "timm", "--out", out), "model"),
-        ((folder, "--to", "timm", "--out", folder), "a model that Regard saved is there; choose another folder"),
+        ((folder, "--to", "timm", "--out", folder), "exists already; choose another place"),
+        ((folder, "--to", "timm", "--out", folder, "--overwrite", "true"), "a model that Regard saved is there"),
         ((folder, "--to", "onnx", "--out", out), "onnx writes one file; give it a name that ends in .onnx"),
         ((folder, "--to", "timm", "--out", out, "--image_size", 30, 32), "is no multiple of the patches of 8 px"),
         ((folder, "--to", "timm", "--out", out, "--image_size", 32), "image_size"),

@@ -93,18 +93,19 @@ def test_look_takes_a_vit_of_any_shape_too(regard_command: Command, photo: Path,
 
 def test_the_colours_of_a_map_lie_where_its_peak_is(tmp_path: Path) -> None:
     """The brightest panel pixel of a map with one hot patch, on a picture of another aspect than the grid."""
-    from regard import figures
-    from regard.vit import AttentionRows, Preprocess
+    from regard.pictures.colours import overlay
+    from regard.pictures.sheet import Group, Panel, draw, save
+    from regard.vit.maps.grid import Frame
 
-    heat = torch.full((1, 1, 1, 1, 2, 4), 0.01)
-    heat[..., 1, 3] = 0.93
-    rows = AttentionRows(heat, None, torch.zeros(1, 1, 1, 1, 0))
-    figure = figures.head_figure(Image.new("RGB", (400, 100), "black"), Preprocess(size=(16, 32)), rows, "x")
-    figures.save(figure, tmp_path / "peak.png")
+    heat = torch.full((2, 4), 0.01)
+    heat[1, 3] = 0.93
+    picture = Image.new("RGB", (400, 100), "black")
+    frame = Frame((100, 400), (16, 32), (2, 4), (0, 0, 100, 400))
+    sheet = draw([Group("x", [Panel("picture", picture), Panel("map", overlay(picture, heat, frame, 0.93))])])
+    save(sheet, tmp_path / "peak.png")
     pixels = np.asarray(Image.open(tmp_path / "peak.png").convert("RGB")).astype(int)
-    panel = figure.axes[2].get_window_extent()  # the head, after picture and mean
-    top, bottom = pixels.shape[0] - panel.y1, pixels.shape[0] - panel.y0
-    inside = pixels[round(top) : round(bottom), round(panel.x0) : round(panel.x1)]
+    left, top, right, bottom = sheet.boxes[0][1]
+    inside = pixels[top:bottom, left:right]
     row, column = np.unravel_index(inside.sum(axis=-1).argmax(), inside.shape[:2])
     assert row >= inside.shape[0] // 2
     assert column >= inside.shape[1] * 3 // 4

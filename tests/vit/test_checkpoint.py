@@ -26,7 +26,7 @@ UNUSUAL = dict(
     registers_place="end", position_rows="cls+registers+patches",
     position_resize=PositionResize("bilinear", False, 0.1), rope=RopeRecipe("index", 50.0, (3, 4), (2.5,)),
     activation="swiglu", norm_eps=1e-3, qkv_bias=False, key_bias=False, qk_norm=True, attn_norm=True, mlp_norm=True,
-    layer_scale=0.1, drop_path=0.25, pre_norm=True, pooling="cls+mean", classes=5, size_policy="pad",
+    sink=True, layer_scale=0.1, drop_path=0.25, pre_norm=True, pooling="cls+mean", classes=5, size_policy="pad",
     preprocess=Preprocess((16, 40), "crop", 0.875, "bilinear", (0.5,), (0.25,), (1, 2, 3), "floor", "torch"),
 )  # fmt: skip
 # these exclude fields above, and get configurations of their own

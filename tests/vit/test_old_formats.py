@@ -11,6 +11,7 @@ from regard.vit import checkpoint
 from regard.vit.config import PositionResize, RopeRecipe, ViTConfig
 from regard.vit.errors import InputError
 from regard.vit.model import ViT
+from regard.vit.values import to_json
 
 # As version 0.1.0 wrote it.
 FORMAT_1 = """{"format": 1, "kind": "ViTConfig", "image_size": [16, 40], "patch_size": 8, "channels": 3, "dim": 24,
@@ -91,3 +92,18 @@ def test_a_crop_ratio_that_squash_did_not_heed_still_cuts_nothing(tmp_path, fit,
     (tmp_path / "config.json").write_text(json.dumps(old))
     preprocess = checkpoint.read_config(tmp_path, ViTConfig).preprocess
     assert (preprocess.crop_ratio, preprocess.crop_offset, preprocess.resampler) == (ratio, "even", "pillow")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_passport_from_before_sinks_is_of_a_vit_without_one(tmp_path, noisy, inside):
+    @dataclasses.dataclass(frozen=True)
+    class Larger:
+        vit: ViTConfig
+        words: int
+
+    config = ViTConfig(image_size=(16, 40), patch_size=8, dim=24, depth=1, heads=3)
+    kind, whole = ("Larger", Larger(config, 3)) if inside else ("ViTConfig", config)
+    passport = to_json(whole)
+    assert (passport["vit"] if inside else passport).pop("sink") is False
+    (tmp_path / "config.json").write_text(json.dumps({"format": 2, "kind": kind, **passport}))
+    assert checkpoint.read_config(tmp_path, type(whole)) == whole

@@ -167,6 +167,6 @@ def test_a_program_that_computes_other_numbers_is_not_written(
 
     monkeypatch.setattr(graph.TorchRun, "__call__", wrong)
     with pytest.raises(RuntimeError, match="torch computes other numbers"):
-        tiny().export(tmp_path / "vit.pt2", "torch")
+        tiny().export(tmp_path / "vit.pt2", "torch", overwrite=True)
     assert (tmp_path / "vit.pt2").read_bytes() == b"older"
     assert [file.name for file in tmp_path.iterdir()] == ["vit.pt2"]

@@ -5,7 +5,7 @@ row is checked: its percentages times the values must give what the head really 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -111,7 +111,7 @@ def attention_rows(
     Raises InputError for a query token that the model does not have, and a layer, head or place that does not exist.
     """
     vit = plain(model)
-    images = _tensor(vit, images)
+    images = as_tensor(vit, images)
     wanted = vit.layer_numbers(layers)
     if not wanted:
         raise InputError("no layers were asked for; name at least one, or 'all'")
@@ -119,10 +119,15 @@ def attention_rows(
     found: dict[int, AttentionRows] = {}
     for passage in passages(vit, images, wanted):
         asked = resolve(vit, queries, passage.grid, images.device)
-        rows = _rows(passage, asked)[:, chosen]
-        scores = split(vit, _scores(passage, asked)[:, chosen], passage) if logits else None
+        rows = rows_of(passage, asked)[:, chosen]
+        scores = None
+        if logits:
+            scores = split(vit, _scores(passage, asked)[:, chosen], passage)
+            if passage.attn.sink is not None:
+                sink = passage.attn.sink[chosen].to(rows.dtype)[None, :, None].expand(rows.shape[:3])
+                scores = replace(scores, sink=sink)
         found[passage.layer] = split(vit, rows, passage, asked, scores)
-    return _stacked([found[layer] for layer in wanted], wanted, chosen)
+    return stacked([found[layer] for layer in wanted], wanted, chosen)
 
 
 @torch.no_grad()
@@ -131,14 +136,14 @@ def patch_rows(
 ) -> Iterator[AttentionRows]:
     """The rows of every patch of one layer in reading order, at most `block` of them at once: memory O(block x N)."""
     vit = plain(model)
-    (passage,) = passages(vit, _tensor(vit, images), layer)
+    (passage,) = passages(vit, as_tensor(vit, images), layer)
     places = resolve(vit, "patches", passage.grid, passage.x.device)[0].tokens
     for index, part in enumerate(places.split(block)):
         first = index * block
         names = [divmod(first + i, passage.grid[1]) for i in range(len(part))]
         asked = [Asked(f"patch {name}", part[i : i + 1]) for i, name in enumerate(names)]
-        rows = split(vit, _rows(passage, asked), passage, asked)
-        yield _stacked([rows], [passage.layer], list(range(vit.config.heads)))
+        rows = split(vit, rows_of(passage, asked), passage, asked)
+        yield stacked([rows], [passage.layer], list(range(vit.config.heads)))
 
 
 def head_numbers(model: ViT, heads: int | Sequence[int] | Literal["all"]) -> list[int]:
@@ -161,7 +166,7 @@ def split(
     """Name the columns of `rows (B, H, Q, S)` of one layer: `AttentionRows` without its L axis."""
     flat = model.name(rows.flatten(0, 2)[..., None], passage.grid)  # the model's own layout of a sequence
     shape = rows.shape[:3]
-    has_sink = passage.attn.sink is not None and logits is None
+    has_sink = passage.attn.sink is not None and bool(asked)  # the logits, which have no names, sum up to nothing
     return AttentionRows(
         flat.patches[..., 0].unflatten(0, shape).unflatten(-1, passage.grid),
         None if flat.cls is None else flat.cls[..., 0].unflatten(0, shape),
@@ -172,13 +177,13 @@ def split(
     )
 
 
-def _tensor(model: ViT, images: Tensor | Picture | Sequence[Picture]) -> Tensor:
+def as_tensor(model: ViT, images: Tensor | Picture | Sequence[Picture]) -> Tensor:
     if isinstance(images, Tensor) and images.dim() == 4:
         return images
     return model.preprocess(images).to(model.tokenizer.proj.weight)
 
 
-def _rows(passage: Passage, asked: Sequence[Asked]) -> Tensor:
+def rows_of(passage: Passage, asked: Sequence[Asked]) -> Tensor:
     """Checked rows `(B, H, Q, S)`; of a mean over many tokens no more than a block is held."""
     attn, kv = passage.attn, passage.kv
     if all(len(row.tokens) == 1 for row in asked):
@@ -203,7 +208,7 @@ def _scores(passage: Passage, asked: Sequence[Asked]) -> Tensor:
     return torch.cat(rows, dim=2)  # type: ignore[arg-type]
 
 
-def _stacked(parts: Sequence[AttentionRows], layers: Sequence[int], heads: Sequence[int]) -> AttentionRows:
+def stacked(parts: Sequence[AttentionRows], layers: Sequence[int], heads: Sequence[int]) -> AttentionRows:
     first = parts[0]
 
     def stack(name: str) -> Any:
@@ -211,7 +216,7 @@ def _stacked(parts: Sequence[AttentionRows], layers: Sequence[int], heads: Seque
 
     logits = None
     if first.logits is not None:
-        logits = _stacked([p.logits for p in parts if p.logits is not None], layers, heads)
+        logits = stacked([p.logits for p in parts if p.logits is not None], layers, heads)
     names = ("patches", "cls", "registers", "sink")
     named = {name: stack(name) for name in names}
     return AttentionRows(**named, queries=first.queries, layers=tuple(layers), heads=tuple(heads), logits=logits)

@@ -89,7 +89,10 @@ def _stated(
         return own
     found = default
     try:
-        found = next((read for reader in readers if (read := reader(source, default)) is not None), default)
+        stated = next((read for reader in readers if (read := reader(source, default)) is not None), None)
+        if stated is None:
+            source.tell("preprocess: as the family does, for nothing beside the tensors states it")
+        found = stated or default
     except InputError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -107,9 +110,13 @@ def _timm(source: Source, default: Preprocess) -> Preprocess | None:
     mode = cfg.get("crop_mode") or "center"
     if mode not in ("center", "squash"):
         raise InputError(f"timm's crop_mode {mode!r} is not known{_OUT}")
+    # timm's models take one size, the native one, unless they were built for any.
+    anywhere = (settings.get("model_args") or {}).get("dynamic_img_size")
+    size = pair(cfg.get("input_size")) if anywhere else None
     return changed(
         default,
         {
+            "size": size or default.size,
             "fit": "squash" if mode == "squash" else "crop",
             "crop_ratio": cfg.get("crop_pct") or 0.875,
             "interpolation": cfg.get("interpolation") or "bicubic",

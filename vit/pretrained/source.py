@@ -111,6 +111,8 @@ class Source:
         """The number of heads as stated, as a head's width gives it, or as every published model of this width has."""
         stated = self.fact("heads")
         if stated is not None:
+            if PUBLISHED_HEADS.get(dim, stated) != stated:
+                self.tell(f"heads {stated}: as stated; published models of width {dim} have {PUBLISHED_HEADS[dim]}")
             return int(stated)
         if head_dim:
             return dim // head_dim

@@ -99,6 +99,11 @@ def read(file: Path) -> Any:
 
 
 def _explained(file: Path, error: Exception, name: str | None) -> InputError:
+    if _is_program(file):
+        return InputError(
+            f"{file}: a program of torch.export, not weights alone; run it with torch.export.load, and open the weights"
+            " it was made of"
+        )
     if _is_torchscript(file):
         return InputError(
             f"{file}: a TorchScript archive, which is a program: refused, and nothing in it was run; open its weights"
@@ -117,6 +122,13 @@ def _explained(file: Path, error: Exception, name: str | None) -> InputError:
         return InputError(f"{file}: cut short: it begins as a zip archive and lacks the end; fetch it again")
     said = str(error).rpartition("WeightsUnpickler error:")[2].strip()  # what stands before is advice on running it
     return InputError(f"{file}: not a readable checkpoint of torch ({reason(Exception(said or error))})")
+
+
+def _is_program(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith(("archive_format", "models/model.json")) for name in archive.namelist())
 
 
 def _is_torchscript(file: Path) -> bool:

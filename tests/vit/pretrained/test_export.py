@@ -325,16 +325,19 @@ def test_nothing_of_ours_or_of_others_is_overwritten(tmp_path: Path) -> None:
     vit.save_pretrained(tmp_path / "ours")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("years")
+    for place in ("ours", "other"):
+        with pytest.raises(InputError, match="exists already"):
+            vit.export(tmp_path / place, "timm")
     with pytest.raises(InputError, match="a model that Regard saved is there"):
-        vit.export(tmp_path / "ours", "timm")
+        vit.export(tmp_path / "ours", "timm", overwrite=True)
     with pytest.raises(InputError, match=r"'thesis\.tex' is there"):
-        vit.export(tmp_path / "other", "transformers")
+        vit.export(tmp_path / "other", "transformers", overwrite=True)
     for place in ("other", "model.bin"):
         with pytest.raises(InputError, match=r"writes one file; give it a name that ends in \.pth or \.pt"):
-            ViT(ViTConfig(**SQUARE)).export(tmp_path / place, "dinov2")
+            ViT(ViTConfig(**SQUARE)).export(tmp_path / place, "dinov2", overwrite=True)
     assert ViT.from_pretrained(tmp_path / "ours").config == vit.config
     vit.export(tmp_path / "again", "timm")
-    vit.export(tmp_path / "again", "timm")
+    vit.export(tmp_path / "again", "timm", overwrite=True)
     assert {file.name for file in (tmp_path / "again").iterdir()} == {"config.json", "model.safetensors"}
 
 
@@ -353,7 +356,7 @@ def test_an_export_that_fails_halfway_leaves_the_older_one_as_it_was(
 
     monkeypatch.setattr(places, "write_atomically", full)
     with pytest.raises(OSError, match="No space left"):
-        made(**SMALL | dict(layer_scale=1.0)).export(tmp_path / "out", "timm")
+        made(**SMALL | dict(layer_scale=1.0)).export(tmp_path / "out", "timm", overwrite=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 

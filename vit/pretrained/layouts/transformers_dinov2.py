@@ -68,6 +68,8 @@ def _describe(source: Source) -> dict[str, Any]:
     patches = source.shape("embeddings.position_embeddings", 3)[1] - 1
     registers = _registers(source)
     gated = source.has(_BLOCK + "mlp.weights_**", _BLOCK + "mlp.**_proj.*")
+    if not registers:
+        source.tell("position_resize: DINOv2's own; transformers' numbers off the native size need 'transformers'")
     crop = Preprocess((224, 224), "crop", 224 / 256, "bicubic", processors.IMAGENET_MEAN, processors.IMAGENET_STD)
     return dict(
         image_size=source.image_size(patches, patch_size),
