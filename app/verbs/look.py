@@ -117,6 +117,7 @@ def look(
     arrays: Literal["float32", "float16"] | None = None,
     panel: int | None = None,
     out: str | Path | None = None,
+    vit: dict[str, Any] | None = None,
     device: str = "auto",
 ) -> Looked | LookedThrough:
     """Draw where tokens look in a picture, one panel per head; also in a folder of pictures, an animation or a video.
@@ -144,6 +145,7 @@ def look(
         out: .png, .npz or .html (a page on which every patch can be asked where it looks), or a folder; default:
             IMAGE-look.png in the current folder, for several pictures the folder IMAGE-look. What such a folder holds
             already is not made again.
+        vit: what the model's file does not tell of itself: --vit.image_size "[384, 288]", --vit.heads 6.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -164,9 +166,10 @@ def look(
             f"{image} holds {source.total or 'several'} {source.unit}; --out must be a folder, not {place}"
         )
     names = [str(model)] if against is None else [str(model), str(against)]
-    vits = [_opened(name, device, size, size_policy) for name in names]
-    for vit in vits:
-        check(vit, ask)
+    told: list[dict[str, Any]] = [vit or {}, {}]
+    vits = [_opened(name, device, size, size_policy, own) for name, own in zip(names, told, strict=False)]
+    for opened in vits:
+        check(opened, ask)
     if source is not None:
         scale = scale or "global"
         weights = {f"weights of {name}": _fingerprint(vit) for name, vit in zip(names, vits, strict=True)}
@@ -256,8 +259,10 @@ def _basis(source: Source, folder: Path, vit: ViT, ask: Ask, side: int) -> Patch
     return basis
 
 
-def _opened(name: str, device: str, size: str | tuple[int, int] | None, size_policy: str | None) -> ViT:
-    vit = open_vit(name, device).eval()
+def _opened(
+    name: str, device: str, size: str | tuple[int, int] | None, size_policy: str | None, told: dict[str, Any]
+) -> ViT:
+    vit = open_vit(name, device, **told).eval()
     if size is not None:
         # A person who names a size means the whole picture, whatever the model's own recipe cuts off.
         changed = dataclasses.replace(vit.preprocess, size=_size(size), fit="squash", crop_ratio=1.0)

@@ -53,6 +53,19 @@ def test_look_draws_any_model(regard_command, checkpoint, photo, tmp_path, kind:
     assert Image.open(tmp_path / "map.png").size[0] > 100
 
 
+def test_look_is_told_what_a_file_does_not_say(regard_command, checkpoint, photo, tmp_path) -> None:
+    path = checkpoint("cls")
+    content = torch.load(path, weights_only=True)["state_dict"]
+    tall = {n: torch.cat((t, t[:, :4]), dim=1) if n.endswith("pos_embed") else t for n, t in content.items()}
+    torch.save(tall, path)  # 20 rows: 4 x 5 or 5 x 4 patches
+    ran = regard_command("look", photo, "--model", path, "--out", tmp_path / "map.png")
+    assert ran.code == 2
+    assert "image_size=(height, width)" in ran.err
+    told = ["--vit.image_size", "[40, 32]"]
+    ran = regard_command("look", photo, "--model", path, "--out", tmp_path / "map.png", *told, "--json")
+    assert ran.code == 0, ran
+
+
 def test_look_tells_how_the_model_was_opened(regard_command, checkpoint, photo, tmp_path) -> None:
     ran = regard_command("look", photo, "--model", checkpoint("cls"), "--out", tmp_path / "map.png")
     assert ran.code == 0, ran
