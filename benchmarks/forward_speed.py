@@ -20,10 +20,12 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,6 +143,7 @@ def same_weights(architecture: str) -> dict[str, nn.Module]:
 
 def peer(name: str) -> Any:
     """Import a peer. Beside a CPU build of torch, torchvision's compiled operators may not load; no ViT needs them."""
+    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts them
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
