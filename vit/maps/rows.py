@@ -127,6 +127,7 @@ def attention_rows(
                 sink = passage.attn.sink[chosen].to(rows.dtype)[None, :, None].expand(rows.shape[:3])
                 scores = replace(scores, sink=sink)
         found[passage.layer] = split(vit, rows, passage, asked, scores)
+        del passage  # or it would outlive the next layer's start
     return stacked([found[layer] for layer in wanted], wanted, chosen)
 
 

@@ -57,6 +57,7 @@ def passages(model: ViT, images: Tensor, layers: int | Sequence[int] | Literal["
         yield Passage(number, block, x, q, kv, out, grid)
         if number < max(wanted):
             x = block.finish(x, out, kv)
+        del q, kv, out  # the next layer makes its own; together they are four times the stream
 
 
 def plain(model: torch.nn.Module) -> ViT:
