@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.vit import fused
+
 Rotary = Callable[[Tensor], Tensor]  # (B, H, N, K) -> (B, H, N, K), turns queries and keys by position
 
 
@@ -161,15 +163,15 @@ class Attention(nn.Module):
 
     def remember(self, context: Tensor, rotary: Rotary | None = None) -> KeysValues:
         """Project `context (B, N, context_dim)` to keys and values once, for any number of queries."""
-        v = self._split_heads(self.to_v(context))
-        k = self.norm_k(self._split_heads(self.to_k(context))).to(v.dtype)  # autocast leaves a norm's output in fp32
+        v = self._split_heads(fused.linear(context, self.to_v))
+        k = self.norm_k(self._split_heads(fused.linear(context, self.to_k))).to(v.dtype)  # autocast leaves a norm's output in fp32
         return KeysValues(k if rotary is None else rotary(k), v)
 
     def project(
         self, x: Tensor, context: Tensor | KeysValues | None = None, rotary: Rotary | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Queries `(B, H, T, K)` of `x`, and the keys and values they will meet."""
-        asked = self._split_heads(self.to_q(x))
+        asked = self._split_heads(fused.linear(x, self.to_q))
         q = self.norm_q(asked).to(asked.dtype)
         if rotary is not None:
             q = rotary(q)

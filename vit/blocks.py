@@ -1,7 +1,7 @@
 """The practical parts around attention: MLP, residuals with LayerScale and stochastic depth, the block."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,10 +63,9 @@ class Mlp(nn.Module):
         """What the last linear layer is given, `(…, hidden)`."""
         if self.gate is not None:
             return self.norm(F.silu(self.gate(x)) * self.fc1(x))
-        inner = self.fc1(x)
-        if fused.pays(inner) and isinstance(self.act, nn.GELU) and fused.is_bare(self.fc1, nn.Linear):
-            return self.norm(fused.gelu(inner, self.act))  # nobody else holds `inner`
-        return self.norm(self.act(inner))
+        if fused.pays(x) and fused.is_plain_linear(self.fc1, x) and fused.is_bare(self.act, nn.GELU):
+            return self.norm(fused.linear_gelu(x, self.fc1, cast(nn.GELU, self.act)))
+        return self.norm(self.act(self.fc1(x)))
 
 
 class LayerScale(nn.Module):
@@ -164,5 +163,5 @@ class Block(nn.Module):
     @staticmethod
     def _add(x: Tensor, z: Tensor, layer: nn.Linear, scale: nn.Module) -> Tensor:
         if isinstance(scale, LayerScale):
-            return torch.addcmul(x, layer(z), scale.gamma)
+            return torch.addcmul(x, fused.linear(z, layer), scale.gamma)
         return fused.add_linear(x, z, layer)

@@ -1,21 +1,31 @@
 """The same numbers in fewer passes over memory, for a block that runs eagerly on a CPU.
 
-Beside its matrix products a block is passes over activations that no cache holds. Here a residual sum is made by the
-matrix product itself, and an activation where its input lies. A graph that is being captured gets the ordinary lines:
-a compiler finds these by itself.
+Beside its matrix products a block is passes over activations that no cache holds. Here the matrix product itself adds
+the bias and the residual stream and applies the activation. A graph that is being captured gets the ordinary lines: a
+compiler finds these by itself.
 """
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 LARGE = 2**15  # elements; below, calling an operation costs more than its pass over memory
+# oneDNN's linear layer on ordinary weights; private to torch, so it may be missing.
+_PACKET: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+_POINTWISE: Any = getattr(_PACKET, "default", None)
+_POINTWISE_SUM: Any = getattr(_PACKET, "binary", None)
 
 
 def pays(x: Tensor) -> bool:
-    """Whether `x` is large, and computed eagerly on a CPU in fp32 or wider: elsewhere there is nothing to win."""
+    """Whether `x` is large, and computed eagerly on a CPU, in fp32 or wider, without gradients: elsewhere there is
+    nothing to win.
+    """
     return (
         x.is_cpu
+        and not torch.is_grad_enabled()
         and x.dtype in (torch.float32, torch.float64)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
@@ -49,14 +59,33 @@ def is_plain_linear(layer: nn.Module | None, x: Tensor) -> bool:
     return type(weight) is nn.Parameter and type(bias) is nn.Parameter and weight.dtype == bias.dtype == x.dtype
 
 
+def _onednn(x: Tensor) -> bool:
+    """Whether oneDNN's product may stand for a plain linear layer on `x`; modes that watch operators do not know it."""
+    return (
+        _POINTWISE is not None
+        and x.dtype == torch.float32
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_mkldnn_enabled()
+    )
+
+
+def linear(x: Tensor, layer: nn.Module) -> Tensor:
+    """`layer(x)`."""
+    if pays(x) and is_plain_linear(layer, x) and _onednn(x):
+        return _POINTWISE(x, layer.weight, layer.bias, "none", [], "")
+    return layer(x)
+
+
 def add_linear(x: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
-    """`x + layer(z)`, `(…, D)`, the sum made inside the matrix product: x and the bias are where it starts from."""
-    start = (x + layer.bias).flatten(0, -2)
+    """`x + layer(z)`, `(…, D)`, the sum made inside the matrix product."""
+    if _onednn(z):
+        return _POINTWISE_SUM(z, x, layer.weight, layer.bias, "add")
+    start = (x + layer.bias).flatten(0, -2)  # where the product starts from
     return start.addmm_(z.flatten(0, -2), layer.weight.t()).view(x.shape)
 
 
-def gelu(x: Tensor, act: nn.GELU) -> Tensor:
-    """`act(x)`, in the memory of `x` where no gradient needs what was there; `x` must be the caller's alone."""
-    if x.requires_grad or not is_bare(act, nn.GELU):
-        return act(x)
-    return torch.ops.aten.gelu_(x, approximate=act.approximate)
+def linear_gelu(x: Tensor, layer: nn.Linear, act: nn.GELU) -> Tensor:
+    """`act(layer(x))`, both bare, with one tensor for the two."""
+    if _onednn(x):
+        return _POINTWISE(x, layer.weight, layer.bias, "gelu", [], act.approximate)
+    return torch.ops.aten.gelu_(F.linear(x, layer.weight, layer.bias), approximate=act.approximate)
