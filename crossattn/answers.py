@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regard.crossattn.words import WordMaps
+from regard.crossattn.written import WrittenMaps
 from regard.vit.errors import InputError
 
 
@@ -13,12 +14,18 @@ class Answer:
     """An answer with its evidence.
 
     Attributes:
-        text: the likeliest answer.
-        probability: its probability: over all answers for a `softmax` model, of this one alone for `sigmoid`.
-        top: the likeliest answers with their probabilities, best first.
+        text: the answer: the likeliest, or the best of a decoder's search.
+        probability: its probability, in the sense of `meaning`.
+        top: the best answers with their probabilities, best first. A decoder's search compares log-probability /
+            length ** length_penalty, so the first need not be the likeliest.
         attention: each word of the question -> where it looked, `(grid height, grid width)`.
         question: the question.
         unknown: words of the question that the model's vocabulary lacks; distrust the answer if there are any.
+        meaning: what `probability` says: a share among the model's answers or among the candidates (they sum to 1), the
+            probability that this answer alone is right, or that the decoder writes exactly this.
+        logs: for each of `top` the decoder's exact log-probability of its text, the end included; without a decoder
+            the logarithm of its probability.
+        written: for a decoder: each token of the answer -> words of the question -> patches.
     """
 
     text: str
@@ -27,6 +34,9 @@ class Answer:
     attention: WordMaps = field(compare=False)
     question: str
     unknown: tuple[str, ...]
+    meaning: str
+    logs: tuple[float, ...]
+    written: WrittenMaps | None = field(compare=False)
 
 
 def nested(questions: Sequence[Any]) -> bool:

@@ -4,10 +4,16 @@ Queries come from one modality, keys and values from another. What the patches o
 (`remember`); then any number of queries read it.
 """
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
 from regard.vit.attention import Attention, KeysValues
+
+# Which row of context each row of queries asks: its number `(Q,)`; or, for rows in the order of their contexts, how
+# many each context has; or None where each has an equal share. Only the first copies keys and values.
+Shares = Tensor | tuple[int, ...] | None
 
 
 class CrossAttention(nn.Module):
@@ -47,7 +53,7 @@ class CrossAttention(nn.Module):
         context: Tensor | KeysValues,
         *,
         mask: Tensor | None = None,
-        of: Tensor | None = None,
+        of: Shares = None,
         asked: list[Tensor] | None = None,
     ) -> Tensor:
         """Read the context.
@@ -55,15 +61,18 @@ class CrossAttention(nn.Module):
         Args:
             context: `(B, N, context_dim)` or what `remember` made of it.
             mask: which context tokens may be read, bool `(B, N)`; a row that may read none adds exactly 0.
-            of: for each of the Q rows of `x` the context row it asks, `(Q,)`. By default each context row is
-                asked by an equal share of them, in order: nothing is copied then, since rows that ask the same
-                context stand side by side as more queries.
+            of: which context row each of the Q rows of `x` asks. By default each context row is asked by an equal
+                share of them, in order; a tuple of B numbers gives each its own share. Nothing is copied then, since
+                rows that ask the same context stand side by side as more queries. A tensor `(Q,)` may name any row
+                for any, and copies its keys and values.
             asked: a list that receives the queries `(Q, H, T, K)`, for maps.
 
         Raises:
-            ValueError: Q is no multiple of B, and `of` does not say which row asks which.
+            ValueError: Q is no multiple of B, and `of` does not say which row asks which; or shares that are not Q.
         """
         kv = context if isinstance(context, KeysValues) else self.attn.remember(context)
+        if isinstance(of, tuple):
+            return self._by_shares(x, kv, mask, of, asked)
         if of is not None:
             kv, mask = kv[of], None if mask is None else mask[of]
         rows, tokens, dim = x.shape
@@ -74,3 +83,23 @@ class CrossAttention(nn.Module):
             asked.append(q.unflatten(2, (-1, tokens)).transpose(1, 2).flatten(0, 1))
         out = self.attn.answer(q, kv, None if mask is None else mask[:, None, None, :]).reshape(rows, tokens, dim)
         return out if self.gate is None else torch.tanh(self.gate) * out
+
+    def _by_shares(
+        self, x: Tensor, kv: KeysValues, mask: Tensor | None, shares: tuple[int, ...], asked: list[Tensor] | None
+    ) -> Tensor:
+        """Contexts side by side that are asked equally often go together, as slices."""
+        if len(shares) != len(kv) or sum(shares) != len(x):
+            raise ValueError(f"shares {shares} of {len(x)} rows of queries do not fit {len(kv)} rows of context")
+        outs, queries = [x[:0]], []
+        first, row = 0, 0
+        for share, run in itertools.groupby(shares):
+            last = first + len(list(run))
+            rows, contexts = slice(row, row + share * (last - first)), slice(first, last)
+            first, row = last, rows.stop
+            if share:
+                heard: list[Tensor] = []
+                outs.append(self(x[rows], kv[contexts], mask=None if mask is None else mask[contexts], asked=heard))
+                queries += heard
+        if asked is not None:
+            asked.append(torch.cat(queries) if queries else x.new_zeros(0, self.attn.heads, x.shape[1], 0))
+        return torch.cat(outs)

@@ -10,7 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from regard.crossattn import looking
+from regard.crossattn.answering import candidate_tokens
 from regard.crossattn.model import ImageQA
+from regard.crossattn.rank import rank
 from regard.crossattn.text import TextLayer
 from regard.vit.attention import Attention, KeysValues
 from regard.vit.errors import InputError
@@ -28,7 +31,7 @@ class AnswerRelevance:
 
     Attributes:
         answer: the answer whose logit was asked about.
-        logit: that logit.
+        logit: that logit; with a decoder the log-probability of writing the answer and ending.
         words: the words of the question as typed, W of them.
         patches: relevance of the patches to each word, `(W, grid height, grid width)`.
         answer_patches: relevance of the patches to the answer, as the pooling reads the words, `(grid height, grid
@@ -62,36 +65,37 @@ class _Seen:
 
 
 def answer_relevance(model: nn.Module, picture: Picture, question: str, answer: str | None = None) -> AnswerRelevance:
-    """Why this answer: the relevance of each patch and word for its logit, from one backward.
+    """Why this answer: the relevance of each patch and word for its logit, from one backward; with a decoder for the
+    log-probability of writing it.
 
     Args:
         model: an `ImageQA`, compiled or not; its parameters and their gradients are not touched.
         picture: as `ImageQA.look` takes one.
         question: one question.
-        answer: one of the model's answers; default: the one it gives.
+        answer: one of the model's answers, or any that a decoder could write; default: the one it gives.
 
     Raises InputError for an answer that the model does not have, and what `look` and `ask` refuse.
     """
     qa = _plain(model)
-    (images,) = qa._tensors(picture)
-    if images is None:
-        raise InputError("without a picture there is no patch to be relevant; give one")
-    if answer is not None and answer not in qa.config.answers:
+    items = looking.prepared(picture, qa.preprocess, qa.text.words.weight)
+    if len(items) != 1 or len(items[0]) != 1 or (image := items[0][0]) is None:
+        raise InputError("without a picture there is no patch to be relevant; give one, by itself")
+    if qa.decoder is not None and answer is None:
+        answer = qa.ask(qa.look(image), question).text
+    if qa.decoder is None and answer is not None and answer not in qa.config.answers:
         raise InputError(f"the model has no answer {answer!r}; it has {', '.join(qa.config.answers)}")
     encoded = qa.tokenizer([question], qa.config.text.max_tokens)
     vit = plain(qa.vit)
     with evaluating(qa), torch.inference_mode(False), torch.no_grad():
-        kept, x, grid = forward(vit, images[None], 0)
+        kept, x, grid = forward(vit, image[None], 0)
         order = _context_order(vit, grid, x.device)
         with torch.enable_grad():
             x.requires_grad_()
-            seen, states = _read(qa, encoded.ids.to(x.device), vit.norm(x)[:, order])
-            logits = qa.head(qa.text.pool(states, torch.ones_like(states[..., 0], dtype=torch.bool)))[0]
-            chosen = int(logits.argmax()) if answer is None else qa.config.answers.index(answer)
+            context = looking.numbered(vit.norm(x)[:, order], qa.image_index, 0)
+            seen, states = _read(qa, encoded.ids.to(x.device), context)
+            chosen, score = _score(qa, states, answer)
             outs = [each.out for pair in seen for each in pair if each is not None]
-            at_image, *at_text = torch.autograd.grad(
-                logits[chosen], [x, *outs], allow_unused=True, materialize_grads=True
-            )
+            at_image, *at_text = torch.autograd.grad(score, [x, *outs], allow_unused=True, materialize_grads=True)
         encoder = [layer.positive() for layer in backward(vit, kept, grid, at_image)][::-1]
         grads, decoder = iter(at_text), []
         for own, cross in seen:
@@ -102,17 +106,28 @@ def answer_relevance(model: nn.Module, picture: Picture, question: str, answer: 
     special = vit.config.class_token + vit.config.registers
     places = [list(word.tokens) for word in encoded.words[0]]
     maps = torch.stack([ti[tokens].mean(dim=0) for tokens in places])
-    read = slice(0, 1) if qa.config.text.pooling == "first" else slice(None)
+    read = slice(0, 1) if qa.decoder is None and qa.config.text.pooling == "first" else slice(None)
     row, over_words = ti[read].mean(dim=0), tt[read].mean(dim=0)
     return AnswerRelevance(
-        qa.config.answers[chosen],
-        float(logits[chosen].detach()),
+        chosen,
+        float(score.detach()),
         tuple(word.text for word in encoded.words[0]),
         maps[:, special:].unflatten(1, grid),
         row[special:].unflatten(0, grid),
         torch.stack([over_words[tokens].sum() for tokens in places]),
         row[:special],
     )
+
+
+def _score(qa: ImageQA, states: Tensor, answer: str | None) -> tuple[str, Tensor]:
+    """The answer, by default the likeliest of the list, and its score `()` for what the question has read."""
+    if qa.decoder is not None and answer is not None:
+        tokens = candidate_tokens([answer], qa.decoder, qa.tokenizer)
+        return answer, rank(qa.decoder, qa.decoder.remember(states), None, tokens)[0, 0]
+    assert qa.head is not None
+    logits = qa.head(qa.text.pool(states, torch.ones_like(states[..., 0], dtype=torch.bool)))[0]
+    chosen = int(logits.argmax()) if answer is None else qa.config.answers.index(answer)
+    return qa.config.answers[chosen], logits[chosen]
 
 
 def _read(qa: ImageQA, ids: Tensor, context: Tensor) -> tuple[list[tuple[_Seen, _Seen | None]], Tensor]:
@@ -130,12 +145,12 @@ def _read(qa: ImageQA, ids: Tensor, context: Tensor) -> tuple[list[tuple[_Seen, 
 
     for layer in (cast(TextLayer, layer) for layer in text.layers):
         kept: list[_Seen] = []
-        x = layer._add(x, layer.norm1, lambda y: branch(layer.attn, y, y, kept))  # noqa: B023
-        if layer.cross is not None and layer.norm2 is not None:
+        x = layer.add(x, layer.norm1, lambda y: branch(layer.attn, y, y, kept))  # noqa: B023
+        if layer.cross is not None:
             cross = layer.cross
             gate = 1.0 if cross.gate is None else torch.tanh(cross.gate)
-            x = layer._add(x, layer.norm2, lambda y: gate * branch(cross.attn, y, context, kept))  # noqa: B023
-        x = layer._add(x, layer.norm3, layer.mlp)
+            x = layer.add_looked(x, lambda y: gate * branch(cross.attn, y, context, kept))  # noqa: B023
+        x = layer.add(x, layer.norm3, layer.mlp)
         seen.append((kept[0], kept[1] if len(kept) > 1 else None))
     return seen, x if text.config.norm == "post" else text.norm(x)
 

@@ -1,19 +1,27 @@
 """Questions to token ids and back to words, on the `tokenizers` library."""
 
+import json
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
 
 PAD, UNKNOWN, FIRST, LAST = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
+QUESTION, ANSWER, MASK = "[ENC]", "[DEC]", "[MASK]"  # BLIP begins questions and answers with tokens of their own
 _SPECIAL = [PAD, UNKNOWN, FIRST, LAST]
+# What BLIP takes out of a question: some characters, spaces at the end, and all behind the 50th word.
+_CLEAN_UP = (
+    normalizers.Replace(Regex(r'[.!"()*#:;~]'), ""),
+    normalizers.Replace(Regex(r" +\z"), ""),
+    normalizers.Replace(Regex(r"\A(?:[^ ]* ){49}[^ ]*\K (?m:.*)"), ""),
+)
 
 
 @dataclass(frozen=True)
@@ -55,26 +63,47 @@ class TextTokenizer:
         if max(vocab.values()) >= len(vocab):
             raise InputError(f"{len(vocab)} pieces do not have the ids 0 to {len(vocab) - 1}; does one stand twice?")
         self.pad_id, self.unknown_id = vocab[PAD], vocab[UNKNOWN]
+        self._special = {vocab[token] for token in (*_SPECIAL, MASK, QUESTION, ANSWER) if token in vocab}
+        self._of_answers = _without_clean_up(backend)
 
     @classmethod
-    def train(cls, questions: Iterable[str], vocab_size: int = 8192) -> "TextTokenizer":
-        """Learn WordPiece from a data set's questions.
+    def train(cls, questions: Iterable[str], vocab_size: int = 8192, *, answers: Iterable[str] = ()) -> "TextTokenizer":
+        """Learn WordPiece from a data set's questions, and from its answers where a decoder is to write them.
 
-        Pieces that no training question uses are left out, so that no embedding stays untrained and an
+        Pieces that no training text uses are left out, so that no embedding stays untrained and an
         unseen word is reported as unknown instead of being read as noise. Raises InputError without questions.
         """
-        if isinstance(questions, str):
+        if isinstance(questions, str) or isinstance(answers, str):
             raise InputError("a tokenizer is trained on a list of questions, not on one text")
-        texts = list(questions)
+        texts, written = list(questions), list(answers)
         if not texts:
             raise InputError("a tokenizer cannot be trained on no questions at all")
+        texts += written
+        special = [*_SPECIAL, *([ANSWER] if written else [])]
         learner = _bert_like(models.WordPiece(unk_token=UNKNOWN))
-        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=_SPECIAL, show_progress=False)
+        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
         learner.train_from_iterator(texts, trainer)
         used = {t for text in set(texts) for t in learner.encode(text, add_special_tokens=False).tokens}
-        pieces = [*_SPECIAL, *sorted(used - set(_SPECIAL))]
+        pieces = [*special, *sorted(used - set(special))]
         vocab = {piece: number for number, piece in enumerate(pieces)}
         return cls(_with_ends(_bert_like(models.WordPiece(vocab, unk_token=UNKNOWN))))
+
+    @classmethod
+    def from_pieces(cls, pieces: Sequence[str], *, first: str = FIRST, clean_up: bool = False) -> "TextTokenizer":
+        """A BERT tokenizer of these pieces, in the order of their ids, that begins questions with `first`.
+
+        `clean_up` makes of a question what BLIP was trained on; answers are read as they are.
+        Raises InputError for a piece that stands twice, and where a special token is missing.
+        """
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        if len(vocab) < len(pieces):
+            raise InputError(f"the vocabulary has {len(pieces)} pieces, of which only {len(vocab)} are different")
+        if missing := [token for token in (*_SPECIAL, first) if token not in vocab]:
+            raise InputError(f"the vocabulary lacks {', '.join(missing)}; expected that of a BERT")
+        backend = _with_ends(_bert_like(models.WordPiece(vocab, unk_token=UNKNOWN)), first)
+        if clean_up:
+            backend.normalizer = normalizers.Sequence([*_CLEAN_UP, backend.normalizer])
+        return cls(backend)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "TextTokenizer":
@@ -99,6 +128,30 @@ class TextTokenizer:
     def __len__(self) -> int:
         """Size of the vocabulary."""
         return self._backend.get_vocab_size()
+
+    def id(self, token: str) -> int:
+        """The id of a token. Raises InputError where the vocabulary lacks it."""
+        number = self._backend.token_to_id(token)
+        if number is None:
+            raise InputError(f"the tokenizer has no {token} token")
+        return number
+
+    def answers(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each answer's token ids, without those that begin and end it; an answer of blanks has none."""
+        encodings = self._of_answers.encode_batch(list(texts), add_special_tokens=False)
+        return [tuple(encoding.ids) for encoding in encodings]
+
+    def is_special(self, number: int) -> bool:
+        """Whether a token stands for no text: padding, unknown, an end."""
+        return number in self._special
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids to a text, special tokens left out."""
+        return self._backend.decode([i for i in ids if i not in self._special], skip_special_tokens=False).strip()
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The token of each id, as the vocabulary spells it."""
+        return [self._backend.id_to_token(i) or UNKNOWN for i in ids]
 
     def __call__(self, questions: Sequence[str], max_tokens: int) -> EncodedQuestions:
         """Encode questions; the batch is as long as its longest.
@@ -161,10 +214,22 @@ def _bert_like(model: models.Model) -> Tokenizer:
     return backend
 
 
-def _with_ends(backend: Tokenizer) -> Tokenizer:
-    ends = [(token, backend.token_to_id(token)) for token in (FIRST, LAST)]
-    backend.post_processor = processors.TemplateProcessing(single=f"{FIRST} $A {LAST}", special_tokens=ends)
+def _with_ends(backend: Tokenizer, first: str = FIRST) -> Tokenizer:
+    ends = [(token, backend.token_to_id(token)) for token in (first, LAST)]
+    backend.post_processor = processors.TemplateProcessing(single=f"{first} $A {LAST}", special_tokens=ends)
     return backend
+
+
+def _without_clean_up(backend: Tokenizer) -> Tokenizer:
+    """The same without BLIP's clean-up of questions; a `tokenizer.json` keeps it as a part of the normalizer."""
+    if not isinstance(backend.normalizer, normalizers.Sequence):
+        return backend
+    state = json.loads(backend.to_str())
+    steps = state["normalizer"]["normalizers"]
+    if steps[: len(_CLEAN_UP)] != [json.loads(step.__getstate__()) for step in _CLEAN_UP]:
+        return backend
+    state["normalizer"]["normalizers"] = steps[len(_CLEAN_UP) :]
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def _words(question: str, encoding: Encoding) -> tuple[Word, ...]:

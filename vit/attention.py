@@ -164,7 +164,8 @@ class Attention(nn.Module):
     def remember(self, context: Tensor, rotary: Rotary | None = None) -> KeysValues:
         """Project `context (B, N, context_dim)` to keys and values once, for any number of queries."""
         v = self._split_heads(fused.linear(context, self.to_v))
-        k = self.norm_k(self._split_heads(fused.linear(context, self.to_k))).to(v.dtype)  # autocast leaves a norm's output in fp32
+        offered = self._split_heads(fused.linear(context, self.to_k))
+        k = self.norm_k(offered).to(v.dtype)  # autocast leaves a norm's output in fp32
         return KeysValues(k if rotary is None else rotary(k), v)
 
     def project(

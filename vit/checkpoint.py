@@ -135,7 +135,7 @@ def read_config(folder: Path, config_type: type) -> Any:
     if kind != config_type.__name__:
         hint = "; open it with ImageQA.from_pretrained, its ViT is .vit" if kind == "ImageQAConfig" else ""
         raise InputError(f"{path}: holds a {kind}, a {config_type.__name__} was asked for{hint}")
-    return from_json(_with_sink(passport), config_type, str(path))
+    return from_json(passport, config_type, str(path))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -161,15 +161,6 @@ def _from_format_1(passport: dict[str, Any]) -> dict[str, Any]:
         if isinstance(vit.get("preprocess"), dict):
             squash = {"crop_ratio": 1.0} if vit["preprocess"].get("fit") == "squash" else {}  # it had no meaning there
             vit["preprocess"] = {"crop_offset": "even", "resampler": "pillow", **vit["preprocess"], **squash}
-    return {**passport, "vit": vit} if "vit" in passport else vit
-
-
-def _with_sink(passport: dict[str, Any]) -> dict[str, Any]:
-    """A ViT's passport from before `sink` was a field is of one that has none."""
-    vit = passport.get("vit", passport)
-    if not isinstance(vit, dict) or "patch_size" not in vit:
-        return passport
-    vit = {"sink": False, **vit}
     return {**passport, "vit": vit} if "vit" in passport else vit
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from regard.vit.errors import InputError, check_choices
 from regard.vit.preprocess import Preprocess, check_size
-from regard.vit.values import changed
+from regard.vit.values import LATER, changed
 
 Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
 PositionRows = Literal["patches", "cls+patches", "cls+registers+patches"]
@@ -127,7 +127,7 @@ class ViTConfig:
     qk_norm: bool = False
     attn_norm: bool = False
     mlp_norm: bool = False
-    sink: bool = False
+    sink: bool = field(default=False, metadata=LATER)
     layer_scale: float | None = None
     drop_path: float = 0.0
     pre_norm: bool = False

@@ -26,6 +26,12 @@ def typed_path(text: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def require_another(out: Path, source: Path) -> None:
+    """Raise InputError where a result would be written over the file it is made from."""
+    if out.exists() and source.exists() and os.path.samefile(out, source):
+        raise InputError(f"{out}: the result would replace the picture it is made from; choose another --out")
+
+
 def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Create or replace `path` with what `write(file)` puts into it: all of it or nothing.
 
@@ -34,6 +40,10 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
     Raises OSError as the file system gives it (read-only, full); the old file is then untouched.
     """
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as device:  # /dev/null is written to, not replaced
+            write(device)
+        return
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

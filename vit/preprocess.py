@@ -172,6 +172,8 @@ def check_size(name: str, size: object) -> None:
 
 
 def _as_pil(picture: Picture, background: tuple[int, int, int]) -> Image.Image:
+    if isinstance(picture, (Tensor, np.ndarray)) and 0 in picture.shape:
+        raise InputError(f"a picture of shape {tuple(picture.shape)} has no pixels")
     if isinstance(picture, Image.Image):
         return to_rgb(picture, background)
     if isinstance(picture, Tensor):

@@ -15,6 +15,9 @@ from regard.vit.errors import InputError
 
 Config = TypeVar("Config")
 
+# Metadata of a field that came later: a passport from before does not state it, and means its default.
+LATER = {"later": True}
+
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """`config` with some fields changed; for a field that is a dataclass, a mapping changes some of its fields.
@@ -61,7 +64,8 @@ def from_json(values: Any, kind: Any, where: str) -> Any:
         hints = typing.get_type_hints(kind)
         if unknown := sorted(set(values) - set(hints)):
             raise InputError(f"{where}: unknown field {unknown[0]!r}; {kind.__name__} has {', '.join(hints)}")
-        if missing := sorted(set(hints) - set(values)):
+        later = {field.name for field in dataclasses.fields(kind) if field.metadata.get("later")}
+        if missing := sorted(set(hints) - set(values) - later):
             raise InputError(f"{where}: field {missing[0]!r} of {kind.__name__} is missing")
         fields = {name: from_json(value, hints[name], f"{where}, {name}") for name, value in values.items()}
         try:

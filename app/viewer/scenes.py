@@ -100,6 +100,8 @@ def view_answers(
     asked = [answer for answer in answers if answer.attention.words]
     if not asked:
         raise InputError("there is no answered question with words to show")
+    if any(answer.attention.images > 1 for answer in asked):
+        raise InputError("the answers are about several pictures at once; a page shows one")
     grids = {tuple(answer.attention.map(0).shape) for answer in asked}
     if len(grids) > 1:
         raise InputError("the answers are about pictures of different sizes; write a page for each picture")

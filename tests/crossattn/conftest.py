@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.crossattn import Answer, ImageQA
+from regard.crossattn import Answer, ImageQA, TextConfig
+from regard.crossattn.decoder import DecoderConfig, TextDecoder
 
 QUESTIONS = (
     "What colour is the car?",
@@ -59,6 +60,22 @@ def make_qa(randomize) -> Callable[..., ImageQA]:
             **options,
         )
         return (randomize(qa) if random else qa).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_decoder(randomize) -> Callable[..., TextDecoder]:
+    """A tiny decoder of random weights; token 1 begins its answers, token 2 ends them, more often than others do."""
+
+    def make(*, vocab_size=20, text=None, end=3.0, context_dim=24, **fields) -> TextDecoder:
+        config = TextConfig(vocab_size, **(dict(dim=32, depth=2, heads=4, max_tokens=12, norm="post") | (text or {})))
+        decoder = TextDecoder(DecoderConfig(config, **(dict(first=1, last=2, min_tokens=0) | fields)), context_dim)
+        torch.manual_seed(0)
+        decoder.reset_parameters()
+        decoder = randomize(decoder).eval()
+        decoder.bias.data[2] += end
+        return decoder
 
     return make
 

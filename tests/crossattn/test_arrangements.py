@@ -92,7 +92,7 @@ def test_every_kind_of_picture_is_seen_alike(qa, pixels, scores):
     expected = scores(qa.ask(qa.look(Image.fromarray(pixels)), "Who?"))
     for kind, picture in kinds.items():
         memory = qa.look(picture)
-        assert memory.grids == ((3, 5),), kind
+        assert memory.grids == (((3, 5),),), kind
         assert torch.equal(scores(qa.ask(memory, "Who?")), expected), kind
 
 
@@ -129,7 +129,8 @@ def test_double_precision_pictures_take_the_dtype_of_the_model(qa, picture, scor
         torch.zeros(24, 40),
         torch.zeros(1, 24, 40),
         [torch.zeros(2, 3, 24, 40)],
-        [[np.zeros((24, 40, 3), np.uint8), np.zeros((24, 40, 3), np.uint8)]],
+        [[[np.zeros((24, 40, 3), np.uint8)]]],
+        [[np.zeros((24, 40, 3), np.uint8), "photo.jpg"]],
     ],
     ids=str,
 )

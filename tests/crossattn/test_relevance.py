@@ -161,3 +161,17 @@ def test_what_cannot_be_explained_is_told(make_qa, picture, options, words):
         answer_relevance(make_qa(), **given)
     with pytest.raises(InputError):
         answer_relevance(make_qa(), picture(1), "")
+
+
+@pytest.mark.parametrize("head", ["generate", "rank"])
+def test_with_a_decoder_it_is_the_log_probability_of_writing_the_answer(make_qa, picture, head):
+    qa = make_qa(head=head, decoder=dict(text=dict(dim=32, heads=4)))
+    told = qa.ask(qa.look(picture(0)), QUESTION, candidates=["red", "two"])
+    for text, log in zip((text for text, _ in told.top), told.logs, strict=True):
+        found = answer_relevance(qa, picture(0), QUESTION, text)
+        assert found.answer == text
+        assert found.logit == pytest.approx(log, abs=1e-4)
+        assert found.answer_patches.shape == (3, 5)
+    red, two = (answer_relevance(qa, picture(0), QUESTION, text).answer_patches for text in ("red", "two"))
+    assert not torch.allclose(red, two, rtol=1e-2)
+    assert answer_relevance(qa, picture(0), QUESTION).answer == qa.ask(qa.look(picture(0)), QUESTION).text

@@ -73,7 +73,7 @@ def rows_by_hand(qa, image, ids):
         rows = rows / rows.sum(dim=-1, keepdim=True)
         return F.linear((rows @ v).transpose(0, 1).flatten(1), attn.out.weight, attn.out.bias), rows
 
-    def add(x, norm, branch):
+    def add(x, norm, branch, post=post):
         return layer_norm(x + branch(x), norm) if post else x + branch(layer_norm(x, norm))
 
     for layer in text.layers:
@@ -85,7 +85,7 @@ def rows_by_hand(qa, image, ids):
                 found.append(rows)
                 return out if cross.gate is None else torch.tanh(cross.gate) * out
 
-            x = add(x, layer.norm2, ask)
+            x = add(x, layer.norm2, ask, post and layer.cross.gate is None)
         mlp = layer.mlp
         x = add(x, layer.norm3, lambda y, m=mlp: F.linear(F.gelu(F.linear(y, m.fc1.weight, m.fc1.bias)), m.fc2.weight, m.fc2.bias))  # fmt: skip  # noqa: E501
     return torch.stack(found)

@@ -111,7 +111,8 @@ def name_rows(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """No stochastic depth meanwhile; afterwards each part stands as it stood, which need not be as its parent does."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:
