@@ -1,39 +1,56 @@
-"""The task `answer`: train an ImageQA to answer questions about images from a closed list."""
+"""The task `answer`: train an ImageQA to answer questions about images."""
 
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from regard.crossattn import ImageQA
 from regard.crossattn.model import TOKENIZER
-from regard.datasets import load_questions, require_coverage, vocabulary
+from regard.datasets import load_questions, require_coverage
+from regard.train import memory
+from regard.train.building import build, new_parts
 from regard.train.checkpoints import load
 from regard.train.loop import FitResult, fit
 from regard.train.module import RegardModule
+from regard.train.optim import depth_factors
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
+from regard.train.scoring import losses, read, right
 from regard.train.steps import total_steps
-from regard.vit import ViT
 from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
+from regard.vit.lora import has_lora, merge_lora
 
 MODEL, RECIPE = "model", "recipe.yaml"
 
 
 class AnswerModule(RegardModule):
-    """Cross-entropy (softmax) or binary cross-entropy (sigmoid) on the shares of the answers."""
+    """Trains an `ImageQA`.
 
-    def __init__(self, model: ImageQA, **optimization: Any):
+    A vocabulary learns by cross-entropy (softmax) or binary cross-entropy (sigmoid) on the shares of the answers, a
+    decoder by the cross-entropy of writing each of them. `layer_decay` and `new` are as in `depth_factors`.
+    """
+
+    def __init__(
+        self,
+        model: ImageQA,
+        *,
+        label_smoothing: float = 0.0,
+        layer_decay: float = 1.0,
+        new: Sequence[str] = (),
+        **optimization: Any,
+    ):
         super().__init__(**optimization)
         self.model = model
+        self.label_smoothing, self.layer_decay, self.new = label_smoothing, layer_decay, new
         self.accuracy, self.loss = MeanMetric(), MeanMetric()
 
     def configure_optimizers(self) -> Any:
@@ -41,38 +58,34 @@ class AnswerModule(RegardModule):
         self.warmup_steps = min(self.warmup_steps, max(1, total_steps(self.trainer) // 10))
         return super().configure_optimizers()
 
-    def logits(self, batch: Batch) -> Tensor:
-        """Scores `(Q, A)`; each picture is encoded once, however many questions it has."""
-        memory = self.model.remember(self.model.preprocess.normalize(batch.pixels))
-        return self.model.logits(memory, batch.ids, batch.mask, batch.of)
+    def rate_factors(self) -> Mapping[nn.Parameter, float]:
+        return {} if self.layer_decay == 1 else depth_factors(self.model, self.layer_decay, self.new)
+
+    def train(self, mode: bool = True) -> "AnswerModule":
+        """Training mode for the parts that are trained; what is frozen as a whole stays in inference mode."""
+        super().train(mode)
+        for part in self.model.children():
+            if not any(parameter.requires_grad for parameter in part.parameters()):
+                part.eval()
+        return self
+
+    def losses(self, batch: Batch) -> Tensor:
+        """The loss of each question `(Q,)`."""
+        return losses(self.model, *read(self.model, batch), batch, self.label_smoothing)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        losses, counts = answer_loss(self.logits(batch), batch.targets, self.model.config.score), batch.counts.float()
+        losses, counts = self.losses(batch), batch.counts.float()
         loss = (losses * counts).sum() / counts.sum()
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.ids))
         return self.check_finite(loss, batch.image_ids)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        logits = self.logits(batch)
+        states, mask = read(self.model, batch)
         weight = batch.counts.float()
-        self.accuracy.update(is_right(logits, batch.targets).float(), weight)
-        self.loss.update(answer_loss(logits, batch.targets, self.model.config.score), weight)
+        self.accuracy.update(right(self.model, states, mask, batch).float(), weight)
+        self.loss.update(losses(self.model, states, mask, batch, self.label_smoothing), weight)
         self.log("val/accuracy", self.accuracy, prog_bar=True, on_step=False, on_epoch=True)
         self.log("val/loss", self.loss, on_step=False, on_epoch=True)
-
-
-def answer_loss(logits: Tensor, targets: Tensor, score: str) -> Tensor:
-    """The loss of each question `(Q,)`; one whose answers are all outside the list teaches nothing."""
-    if score == "softmax":
-        return F.cross_entropy(logits.float(), targets, reduction="none")
-    known = (targets.sum(dim=-1) > 0).float()
-    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(dim=-1) * known
-
-
-def is_right(logits: Tensor, targets: Tensor) -> Tensor:
-    """Whether the likeliest answer is the one most annotators gave `(Q,)`; outside the list it is not."""
-    chosen = targets.gather(1, logits.argmax(dim=-1, keepdim=True))[:, 0]
-    return (chosen > 0) & (chosen == targets.amax(dim=-1))
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,7 @@ def train_answer(
         return TrainedAnswers(out / MODEL, result, settings.data)
     best = load(result.best or result.last)["state_dict"]
     module.load_state_dict(best)
+    merge_lora(module.model)
     module.model.cpu().save_pretrained(out / MODEL)
     return TrainedAnswers(out / MODEL, result, settings.data)
 
@@ -149,12 +163,22 @@ def _claim(settings: AnswerRecipe, out: Path, module: AnswerModule, data: Questi
     if settings.pretrained is not None and side.report is not None:
         print(side.report, file=sys.stderr)
     trained = "is trained too" if next(side.parameters()).requires_grad else "is kept as it is"
+    trained = "gets adapters" if has_lora(side) else trained
     print(f"image side: {sum(p.numel() for p in side.parameters()):,} parameters, {trained}", file=sys.stderr)
     answers, words = len(module.model.config.answers), len(module.model.tokenizer)
     print(
         f"training on {training}, choosing the best epoch on {held_out}; {answers} answers, {words} tokens",
         file=sys.stderr,
-        flush=True,
+    )
+    if data.training.writer is not None and (lost := data.training.writer.left_out):
+        some = ", ".join(repr(text[:40]) for text, _ in lost.most_common(3))
+        print(
+            f"{lost.total()} answers cannot be written by this decoder and teach nothing, such as {some}: too long, or"
+            " of signs that the tokenizer lacks",
+            file=sys.stderr,
+        )
+    print(
+        memory.told(settings, module.train(), data.training.fullest(settings.batch_images)), file=sys.stderr, flush=True
     )
 
 
@@ -162,26 +186,13 @@ def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
     """The module and the data of a recipe: vocabulary and tokenizer come from the training images alone."""
     questions = load_questions(recipe.data, "train")
     training, held_out = questions.split(recipe.held_out, recipe.seed)
-    answers = vocabulary(training)
-    require_coverage(held_out, answers)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = ImageQA.preset(
-            recipe.model,
-            questions=training.question_texts(),
-            answers=answers,
-            score=recipe.score,
-            vit=recipe.vit if recipe.pretrained is None else ViT.from_pretrained(recipe.pretrained, **recipe.vit),
-            text=recipe.text,
-        )
-    if recipe.freeze_vit if recipe.freeze_vit is not None else recipe.pretrained is not None:
-        # Lightning keeps the mode of each module, so this side stays in inference mode.
-        model.vit.requires_grad_(False).eval()
+    model = build(recipe, training)
     if model.preprocess.size is None:
         raise InputError("training needs pictures of one size: set vit.preprocess.size")
     keep = recipe.workers == 0 and fits_in_memory(len(questions.images), model.preprocess)
     common: dict[str, Any] = {"seed": recipe.seed, "keep": keep}
-    reading = (model.tokenizer, model.config.text.max_tokens, answers, model.preprocess)
+    common["decoder"] = model.config.decoder
+    reading = (model.tokenizer, model.config.text.max_tokens, model.config.answers, model.preprocess)
     data = QuestionData(
         QuestionBatches(
             training,
@@ -195,8 +206,13 @@ def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
         seed=recipe.seed,
         workers=recipe.workers,
     )
+    if model.config.head != "generate":  # which can answer what no list holds
+        require_coverage(held_out, data.held_out.columns)
     module = AnswerModule(
         model,
+        label_smoothing=recipe.label_smoothing,
+        layer_decay=recipe.layer_decay,
+        new=new_parts(recipe),
         lr=recipe.lr,
         weight_decay=recipe.weight_decay,
         warmup_steps=recipe.warmup_steps,

@@ -156,7 +156,7 @@ def _build(
         settings=lambda trainer: _settings(trainer, seed),
         interrupts=interrupts,
     )
-    arguments = {"precision": _precision(arguments), "enable_model_summary": False, **arguments}
+    arguments = {"enable_model_summary": False, **arguments, "precision": precision_of(arguments)}
     plugins = arguments.pop("plugins", None)
     progress = progress_callbacks() if arguments.pop("enable_progress_bar", True) else []
     randomness = StepRandomness(seed)
@@ -228,7 +228,10 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         raise InputError(f"trainer.callbacks holds {odd[0]!r}, which is no Callback; only Python can pass one")
 
 
-def _precision(arguments: dict[str, Any]) -> str:
+def precision_of(arguments: dict[str, Any]) -> str:
+    """The precision of a run with these arguments of the Trainer: as asked for, else what suits the device."""
+    if arguments.get("precision") is not None:
+        return str(arguments["precision"])
     accelerator = arguments.get("accelerator", "auto")
     on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"

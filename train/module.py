@@ -5,12 +5,12 @@ clip for a fused AdamW under mixed precision (Lightning #21435). The same norm t
 taken, so one read-back per optimizer step is all that the check costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.train.optim import configure
 from regard.train.steps import total_steps
@@ -63,7 +63,12 @@ class RegardModule(LightningModule):
             betas=self.betas,
             total_steps=total_steps(self.trainer),
             warmup_steps=self.warmup_steps,
+            factors=self.rate_factors(),
         )
+
+    def rate_factors(self) -> Mapping[nn.Parameter, float]:
+        """Factors on the learning rate of single parameters; empty for none."""
+        return {}
 
     def configure_gradient_clipping(
         self,
@@ -85,7 +90,9 @@ class RegardModule(LightningModule):
         if has_scaler or value - value == 0.0:
             every = max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
             if (self.trainer.global_step + 1) % every == 0:
-                self.log_dict({"train/grad_norm": value, "train/lr": optimizer.param_groups[0]["lr"]})
+                self.log_dict(
+                    {"train/grad_norm": value, "train/lr": max(group["lr"] for group in optimizer.param_groups)}
+                )
             return
         raise NonFiniteError(_describe(self, value, unstepped))
 

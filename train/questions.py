@@ -5,7 +5,7 @@ B images, Q questions in the batch, T text tokens, A answers.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from regard.crossattn import TextTokenizer
+from regard.crossattn.decoder import DecoderConfig
 from regard.datasets import Question, QuestionSet, open_image
 from regard.train.interrupt import ignore_ctrl_c
 from regard.train.sampling import Draw, EvalBatches, TrainBatches, sample_seed
 from regard.train.workers import Telling, TellingData
+from regard.train.written import AnswerWriter, WrittenAnswers, wanted_texts
 from regard.vit import Preprocess
 from regard.vit.errors import InputError
 
@@ -35,6 +37,8 @@ class Batch:
         targets: share of each answer `(Q, A)`; a row of zeros when no right answer is in the list.
         counts: True where a question is to be scored `(Q,)`; False on those that fill a share or an evaluation shard.
         image_ids: names of the pictures, for messages.
+        written: the questions' answers, for a decoder to learn to write; None without one.
+        wanted: for a decoder, the answers that most annotators gave to each question.
     """
 
     pixels: Tensor
@@ -44,10 +48,15 @@ class Batch:
     targets: Tensor
     counts: Tensor
     image_ids: list[str]
+    written: WrittenAnswers | None = None
+    wanted: list[frozenset[str]] = field(default_factory=list)
 
 
 class QuestionBatches(Dataset[Batch]):
-    """Makes a `Batch` from a list of draws; random choices are functions of (seed, epoch, image) alone."""
+    """Makes a `Batch` from a list of draws; random choices are functions of (seed, epoch, image) alone.
+
+    `answers` is the model's list, and `decoder` its decoder, for which answers become tokens.
+    """
 
     def __init__(
         self,
@@ -61,11 +70,18 @@ class QuestionBatches(Dataset[Batch]):
         questions_per_image: int | None = None,
         shift: int = 0,
         keep: bool = False,
+        decoder: DecoderConfig | None = None,
     ):
         self.images = questions.images
         self.preprocess, self.seed, self.shift = preprocess, seed, shift
         self.questions_per_image = questions_per_image
-        self.columns = {answer: column for column, answer in enumerate(answers)}
+        self.writer = None if decoder is None else AnswerWriter(questions, tokenizer, decoder)
+        self.n_answers = len(answers)
+        self.columns = (
+            {answer: column for column, answer in enumerate(answers)}
+            if self.writer is None
+            else self.writer.columns(answers, tokenizer)
+        )
         texts = sorted(set(questions.question_texts()))
         _check_texts(questions, tokenizer, max_tokens)
         encoded = tokenizer(texts, max_tokens)
@@ -79,35 +95,50 @@ class QuestionBatches(Dataset[Batch]):
 
     def __getitems__(self, draws: list[Draw]) -> Batch:
         """The whole batch at once (the data loader's batched fetch)."""
+        return self._batch(draws, torch.stack([self._shifted(self._pixels(draw.index), draw) for draw in draws]))
+
+    def fullest(self, images: int) -> Batch:
+        """The largest batch of so many images, for its shapes: its pictures are blank."""
+        limit = self.questions_per_image or max(len(image.questions) for image in self.images)
+        asked = [min(len(image.questions), limit) for image in self.images]
+        draws = [Draw(i) for i in sorted(range(len(asked)), key=asked.__getitem__, reverse=True)[:images]]
+        assert self.preprocess.size is not None
+        blank = torch.zeros(len(draws), len(self.preprocess.mean), *self.preprocess.size, dtype=torch.uint8)
+        return self._batch(draws, blank)
+
+    def _batch(self, draws: list[Draw], pixels: Tensor) -> Batch:
         chosen = [self._chosen(draw) for draw in draws]
         share, total = max(map(len, chosen)), sum(map(len, chosen))
         # Equal shares spare a copy of every image's keys and values per question; a few repeated questions are cheaper.
         even = all(chosen) and share * len(draws) <= _WORTH_FILLING * total
-        rows: list[int] = []
+        asked: list[Question] = []
         of: list[int] = []
         counts: list[bool] = []
         shares: list[tuple[int, int, float]] = []
         for place, (draw, questions) in enumerate(zip(draws, chosen, strict=True)):
             fill = [questions[-1]] * (share - len(questions)) if even else []
             for number, question in enumerate([*questions, *fill]):
-                shares += [(len(rows), column, part) for column, part in self._shares(question)]
-                rows.append(self.rows[question.text])
+                shares += [(len(asked), column, part) for column, part in self._shares(question)]
+                asked.append(question)
                 of.append(place)
                 counts.append(draw.valid and number < len(questions))
-        targets = torch.zeros(len(rows), len(self.columns))
+        rows = [self.rows[question.text] for question in asked]
+        targets = torch.zeros(len(rows), self.n_answers)
         if shares:
             places, columns, parts = zip(*shares, strict=True)
             targets[list(places), list(columns)] = torch.tensor(parts)
         mask = self.mask[rows]
         longest = int(mask.sum(dim=1).max()) if rows else 0
         return Batch(
-            pixels=torch.stack([self._shifted(self._pixels(draw.index), draw) for draw in draws]),
+            pixels=pixels,
             ids=self.ids[rows, :longest],
             mask=mask[:, :longest],
             of=None if even else torch.tensor(of, dtype=torch.long),
             targets=targets,
             counts=torch.tensor(counts, dtype=torch.bool),
             image_ids=[self.images[draw.index].id for draw in draws],
+            written=None if self.writer is None else self.writer(asked),
+            wanted=[] if self.writer is None else [wanted_texts(question) for question in asked],
         )
 
     def _chosen(self, draw: Draw) -> Sequence[Question]:
@@ -119,8 +150,8 @@ class QuestionBatches(Dataset[Batch]):
 
     def _shares(self, question: Question) -> list[tuple[int, float]]:
         """The column of each answer in the list, and the share of annotators behind it."""
-        counted = Counter(question.answers).items()
-        return [(self.columns[a], count / len(question.answers)) for a, count in counted if a in self.columns]
+        counted = Counter(self.columns[answer] for answer in question.answers if answer in self.columns)
+        return [(column, count / len(question.answers)) for column, count in counted.items()]
 
     def _pixels(self, index: int) -> Tensor:
         if self.kept is not None and index in self.kept:

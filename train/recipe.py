@@ -25,12 +25,21 @@ class AnswerRecipe:
         about: what the recipe reaches, how long it takes and on what machine, as measured.
         data: question set: `easy-vqa`, a folder, or a table (JSONL, CSV).
         held_out: share of the training images kept out of training, to choose the best epoch by.
-        model: preset of `ImageQA`.
+        model: preset of `ImageQA`, or a whole model to go on from: a folder, a run, a hub name, public BLIP weights.
+            Its tokenizer and head come with it, and the answers of a vocabulary; a decoder learns any answer.
         pretrained: image side to start from, instead of the preset's: folder, file, hub name or timm name of any ViT.
-        freeze_vit: keep the image side as it is, without gradients; null does so if it is pretrained.
+        freeze_vit: keep the image side as it is, without gradients; null does so if it comes from `pretrained`.
+        pretrained_text: text side to start from, beside `pretrained`: folder, file or hub name of a BERT. The
+            cross-attention between the two is new, behind gates at 0.
+        freeze_text: keep what `pretrained_text` brought as it is; null does so.
         vit: changed fields of the preset's `ViTConfig`, or of the pretrained one's.
-        text: changed fields of the preset's `TextConfig`.
-        score: `softmax` (one right answer) or `sigmoid` (several may be right).
+        text: changed fields of the preset's `TextConfig`; of a pretrained text side `cross_every` and `gate` alone.
+        head: `vocabulary` (scores a list of answers), `generate` (a decoder writes) or `rank` (the decoder compares the
+            list); null for the model's own, `vocabulary` for a preset. The two with a decoder are trained alike.
+        decoder: changed fields of the preset's `DecoderConfig`.
+        score: of a vocabulary: `softmax` (one right answer) or `sigmoid` (several may be right); null for the model's
+            own, `softmax` for a preset.
+        label_smoothing: share of each token's target that is spread over all tokens, for a head with a decoder.
         epochs: passes over the training images.
         batch_images: images per step and device; each is encoded once, however many questions it has.
         questions_per_image: questions drawn per image and step; null for all.
@@ -40,6 +49,13 @@ class AnswerRecipe:
         beta2: AdamW's second decay rate.
         warmup_steps: optimizer steps of linear warm-up, at most a tenth of the run; a cosine to 0 follows.
         clip_norm: largest gradient norm; null for no limit.
+        layer_decay: factor on the learning rate from each layer to the one before it; 1 for the same rate everywhere.
+        lora_rank: train adapters of this rank (LoRA) and keep the pretrained weights as they are; 0 trains the weights.
+            What is not pretrained, and the head of a vocabulary, is trained too. The saved model has them merged.
+        lora_alpha: the adapters' output is scaled by lora_alpha / lora_rank.
+        lora_targets: linear layers that get adapters: names (`to_q`), ends or patterns of dotted names (`vit.*.fc1`).
+        gradient_checkpointing: keep only each layer's input and compute its inside again for the gradient: less memory,
+            a third more time.
         seed: of weights, data order, augmentation and dropout.
         workers: processes that open images; 0 does it in the training process and keeps a small set in memory.
         save_every_steps: optimizer steps between two checkpoints; one is also written after every epoch.
@@ -52,9 +68,14 @@ class AnswerRecipe:
     model: str = "demo"
     pretrained: str | None = None
     freeze_vit: bool | None = None
+    pretrained_text: str | None = None
+    freeze_text: bool | None = None
     vit: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    head: Literal["vocabulary", "generate", "rank"] | None = None
+    decoder: dict[str, Any] = field(default_factory=dict)
+    score: Literal["softmax", "sigmoid"] | None = None
+    label_smoothing: float = 0.0
     epochs: int = 10
     batch_images: int = 32
     questions_per_image: int | None = None
@@ -64,15 +85,21 @@ class AnswerRecipe:
     beta2: float = 0.98
     warmup_steps: int = 100
     clip_norm: float | None = 1.0
+    layer_decay: float = 1.0
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("to_q", "to_v")
+    gradient_checkpointing: bool = False
     seed: int = 0
     workers: int = 0
     save_every_steps: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("batch_images", 1), ("shift", 0), ("workers", 0), ("warmup_steps", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        least = {"epochs": 1, "batch_images": 1, "shift": 0, "workers": 0, "warmup_steps": 0, "lora_rank": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
         if self.questions_per_image is not None and self.questions_per_image < 1:
             raise InputError(
                 f"questions_per_image is {self.questions_per_image}; it must be at least 1, or null for all"
@@ -85,6 +112,10 @@ class AnswerRecipe:
             raise InputError(f"beta2 is {self.beta2}; it must lie in [0, 1)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm is {self.clip_norm}; it must be above 0, or null for no limit")
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, 1)")
+        if not 0 < self.layer_decay <= 1:
+            raise InputError(f"layer_decay is {self.layer_decay}; it must lie in (0, 1], and 1 is for none")
         if not 0 < self.held_out < 1:
             raise InputError(f"held_out is {self.held_out}; it must lie between 0 and 1")
         if not -(2**63) <= self.seed < 2**63:
@@ -101,7 +132,7 @@ def names() -> list[str]:
 def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe:
     """A recipe by name, or from a YAML file, with any field changed.
 
-    `vit`, `text` and `trainer` are merged key by key; every other field is replaced.
+    `vit`, `text`, `decoder` and `trainer` are merged key by key; every other field is replaced.
     Raises InputError for an unknown recipe or field, or a value of the wrong kind.
     """
     path = typed_path(source)
@@ -130,6 +161,7 @@ def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe
             near = difflib.get_close_matches(str(name), defaults, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"{where}: a recipe has no field {name!r}{hint}")
+    changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
     if changes:
         values["about"] = ""  # what was measured, was measured without the changes
     return from_json(merged({**defaults, **values}, changes), AnswerRecipe, where)

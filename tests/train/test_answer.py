@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from regard.crossattn import ImageQA
 from regard.datasets import Question, QuestionedImage, QuestionSet, load_questions, load_table
 from regard.train import answer as answer_task
-from regard.train.answer import answer_loss, is_right, prepare, train_answer
+from regard.train.answer import prepare, train_answer
 from regard.train.evaluate import evaluate_answer
 from regard.train.module import NonFiniteError
 from regard.train.optim import parameter_groups
 from regard.train.questions import Batch, QuestionBatches
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
 from regard.train.sampling import Draw
+from regard.train.scoring import answer_loss, is_right, read, scores
 from regard.vit.errors import InputError
 
 
@@ -42,7 +43,7 @@ def test_each_image_is_encoded_once_however_many_questions_it_has(small: dict[st
     module.model.vit.register_forward_hook(lambda vit, inputs, output: seen.append(len(inputs[0])))
     batch = data.training.__getitems__([Draw(0), Draw(1), Draw(2)])
     assert len(batch.ids) == 9
-    module.logits(batch)
+    module.losses(batch)
     assert seen == [3]
 
 
@@ -65,7 +66,8 @@ def test_questions_that_fill_a_share_change_nothing(
     assert filled.of is None
     assert copied.of is not None
     assert (len(filled.ids), int(filled.counts.sum()), len(copied.ids)) == (9, 8, 8)
-    torch.testing.assert_close(module.logits(filled)[filled.counts], module.logits(copied))
+    given, alone = (scores(model, *read(model, batch)) for batch in (filled, copied))
+    torch.testing.assert_close(given[filled.counts], alone)
     torch.testing.assert_close(module.training_step(filled, 0), module.training_step(copied, 0))
     assert evaluate_answer(model, uneven).n_questions == 8
 

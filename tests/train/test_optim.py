@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from regard.train.optim import configure, parameter_groups, warmup_cosine
+from regard.crossattn import ImageQA
+from regard.train.optim import configure, depth_factors, parameter_groups, warmup_cosine
+from regard.vit.lora import add_lora
 
 
 class Odd(nn.Module):
@@ -92,3 +94,74 @@ def test_the_learning_rate_of_a_run_follows_the_schedule(toy: Any, tmp_path: Any
     assert list(rates) == list(range(total))
     expected = [0.01 * warmup_cosine(total, 3)(step) for step in range(total)]
     assert [float(rate) for rate in rates.values()] == pytest.approx(expected, rel=1e-6)
+
+
+# Layer-wise learning rate
+
+
+def model_with_decoder(gate: bool = False) -> ImageQA:
+    return ImageQA.preset(
+        questions=["what is it?"],
+        answers=["a", "b"],
+        vit={"image_size": (16, 16), "dim": 16, "heads": 2, "depth": 3, "registers": 1},
+        text={"dim": 16, "heads": 2, "depth": 2, "gate": gate},
+        head="rank",
+        decoder={"text": {"dim": 16, "heads": 2, "depth": 1}},
+    )
+
+
+def test_the_learning_rate_falls_from_layer_to_layer_towards_the_input() -> None:
+    model = model_with_decoder()
+    own = depth_factors(model, 0.5)
+    factors = {name: own.get(parameter, 1.0) for name, parameter in model.named_parameters()}
+    expected = {
+        "vit.tokenizer.proj.weight": 0.5**4,
+        "vit.cls": 0.5**4,
+        "vit.registers": 0.5**4,
+        "vit.positions": 0.5**4,
+        "vit.blocks.0.attn.to_q.weight": 0.5**3,
+        "vit.blocks.2.mlp.fc2.bias": 0.5,
+        "vit.norm.weight": 1.0,
+        "text.words.weight": 0.5**3,
+        "text.positions": 0.5**3,
+        "text.layers.0.cross.attn.to_k.weight": 0.5**2,
+        "text.layers.1.norm3.bias": 0.5,
+        "text.norm.weight": 1.0,
+        "decoder.body.words.weight": 0.5**2,
+        "decoder.body.layers.0.attn.out.weight": 0.5,
+        "decoder.transform.weight": 1.0,
+        "decoder.out.weight": 1.0,
+        "decoder.bias": 1.0,
+    }
+    assert {name: factors[name] for name in expected} == expected
+
+
+def test_new_parts_have_the_whole_learning_rate() -> None:
+    model = model_with_decoder(gate=True)
+    own = depth_factors(model, 0.5)
+    assert own[model.text.layers[0].cross.gate] == own[model.text.layers[0].norm2.weight] == 1.0
+    assert own[model.text.layers[0].attn.to_q.weight] == 0.25
+    own = depth_factors(model, 0.5, new=("text", "decoder"))
+    assert {own.get(parameter, 1.0) for part in (model.text, model.decoder) for parameter in part.parameters()} == {1.0}
+    add_lora(model.vit)
+    own = depth_factors(model, 0.5)
+    assert {own[p] for p in model.vit.parameters() if p.requires_grad} == {1.0}
+
+
+def test_depth_and_decay_group_parameters_together() -> None:
+    model = model_with_decoder()
+    made = configure(model, lr=0.1, weight_decay=0.3, total_steps=9, warmup_steps=1, factors=depth_factors(model, 0.5))
+    groups = made["optimizer"].param_groups
+    of = {id(p): group for group in groups for p in group["params"]}
+    assert len(of) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    for parameter, lr, decay in (
+        (model.vit.blocks[0].attn.to_q.weight, 0.1 * 0.5**3, 0.3),
+        (model.vit.blocks[0].attn.to_q.bias, 0.1 * 0.5**3, 0.0),
+        (model.vit.cls, 0.1 * 0.5**4, 0.0),
+        (model.decoder.out.weight, 0.1, 0.3),
+    ):
+        assert of[id(parameter)]["lr"] == pytest.approx(lr)
+        assert of[id(parameter)]["weight_decay"] == decay
+    assert groups[0]["lr"] == 0.1
+    plain = parameter_groups(model, 0.3)
+    assert [group["name"] for group in plain] == ["decay", "no_decay"]
