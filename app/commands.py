@@ -3,19 +3,20 @@
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
 import regard
+from regard.vit.errors import InputError
 
 _Build = Callable[[tuple[str, ...]], ArgumentParser]
 _Run = Callable[[dict[str, Any]], int]
 
 
 # jsonargparse tells of a value outside of a list in the words of Python's types.
-_CHOICES = re.compile(r'Parser key "([\w.]+)":.*?typing\.Literal\[(.+?)\]\.? Got value: (\S+)')
+_CHOICES = re.compile(r'Parser key "([\w.]+)":.*?typing\.Literal\[(.+?)\].*?(?:Got|Given) value: (\S+)')
 
 
 class _Parser(ArgumentParser):
@@ -92,7 +93,57 @@ def _function(verb: tuple[str, ...], function: Callable[..., Any], *positional: 
 
 
 def _ask(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.ask, "image", "questions")
+    parser = _parser(verb, regard.ask.__doc__ or "")
+    parser.add_argument("image", type=str)
+    parser.add_argument(
+        "questions", type=str, nargs="*", help="none: look once, then take questions until an empty line"
+    )
+    # As text: jsonargparse would take the brackets and the null of YAML for Python's.
+    parser.add_argument("--candidates", type=str, help="the only answers allowed, separated by commas")
+    parser.add_function_arguments(regard.ask, skip={"image", "questions", "candidates"})
+    return _with_json(parser)
+
+
+def _run_ask(given: dict[str, Any]) -> int:
+    if given.get("questions"):
+        return _run("ask")(given)
+    as_json = given.pop("json", False)
+    given.pop("questions", None)
+    if given.pop("out", None) is not None:
+        raise InputError("--out draws the maps of questions given on the command line; give at least one")
+    from regard.verbs.ask import answer_as_dict, converse, told
+
+    answered = asked = 0
+    for question, answer in converse(questions=_typed_questions(), **given):
+        asked += 1
+        if not isinstance(answer, InputError):
+            answered += 1
+            print(json.dumps(answer_as_dict(answer)) if as_json else told(answer).split("\n", 1)[1], flush=True)
+        elif as_json:
+            print(json.dumps({"question": question, "error": str(answer)}), flush=True)
+        elif sys.stderr is not None:
+            print(f"regard: {answer}", file=sys.stderr)
+    if not asked and not _is_typed():
+        raise InputError("no question was given, neither on the command line nor on standard input")
+    return 0 if answered or not asked else 2
+
+
+def _is_typed() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _typed_questions() -> Iterator[str]:
+    """Lines of standard input, asked for where a person types them."""
+    if not _is_typed():
+        for line in sys.stdin or ():  # noqa: UP028  # `yield from` would close it
+            yield line
+        return
+    while True:
+        try:
+            yield input("question (an empty line ends): ")
+        except EOFError:
+            print()
+            return
 
 
 def _look(verb: tuple[str, ...]) -> ArgumentParser:
@@ -151,7 +202,7 @@ def _run_doctor(given: dict[str, Any]) -> int:
 
 COMMANDS: dict[tuple[str, ...], tuple[_Build, _Run]] = {
     ("demo",): (_demo, _run("demo")),
-    ("ask",): (_ask, _run("ask")),
+    ("ask",): (_ask, _run_ask),
     ("look",): (_look, _run("look")),
     ("train", "answer"): (_train, _run_train),
     ("evaluate", "answer"): (_evaluate, _run("evaluate_answer")),

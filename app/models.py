@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from regard.crossattn import ImageQA
+from regard.crossattn.pretrained import opener
 from regard.vit import ViT, checkpoint
 from regard.vit.errors import InputError, reason
 from regard.vit.pretrained.files import locate
@@ -15,17 +16,22 @@ from regard.vit.pretrained.files import locate
 DEMO = "demo"
 
 
-def open_qa(source: str | Path, device: str = "auto") -> ImageQA:
-    """A trained `ImageQA` on a device. Raises InputError; for the default name it tells how to make one."""
+def open_qa(source: str | Path, device: str = "auto", **settings: Any) -> ImageQA:
+    """A trained `ImageQA`, or public weights of one, on a device.
+
+    `settings` are those of public weights, as `ImageQA.from_pretrained` takes them.
+    Raises InputError; for the default name it tells how to make one.
+    """
     _tell_of_demo(source)
     place = locate(source)
-    if _kind(place) != "ImageQAConfig":
+    qa = _qa(source, place, **settings)
+    if qa is None:
         ViT.from_pretrained(place)  # what is no model at all is told as such
         raise InputError(
             f"{source}: a vision transformer alone, which has no text side to answer with; train one on it:"
             f" regard train answer --pretrained {source} --data ..."
         )
-    return ImageQA.from_pretrained(place).to(choose_device(device))
+    return qa.to(choose_device(device))
 
 
 def open_vit(source: str | Path, device: str = "auto", **settings: Any) -> ViT:
@@ -35,10 +41,8 @@ def open_vit(source: str | Path, device: str = "auto", **settings: Any) -> ViT:
     """
     _tell_of_demo(source)
     place = locate(source)
-    if _kind(place) == "ImageQAConfig" and not settings:
-        vit = ImageQA.from_pretrained(place).vit
-    else:
-        vit = ViT.from_pretrained(place, **settings)
+    qa = None if settings else _qa(source, place)
+    vit = ViT.from_pretrained(place, **settings) if qa is None else qa.vit
     if vit.report is not None and str(place) != str(source):
         vit.report = dataclasses.replace(vit.report, source=str(source))
     return vit.to(choose_device(device))
@@ -61,8 +65,10 @@ def _tell_of_demo(source: str | Path) -> None:
         raise InputError("no model here yet: run `regard demo` first (it makes the folder 'demo'), or pass --model")
 
 
-def _kind(place: Path) -> str | None:
-    """The kind that a passport states; None for what another library wrote, which is a ViT if anything."""
+def _qa(source: str | Path, place: Path, **settings: Any) -> ImageQA | None:
+    """The question-answering model at `place`, ours or another library's; None for what is a ViT if anything."""
     if not checkpoint.is_ours(place):
-        return None
-    return str(json.loads((place / checkpoint.CONFIG).read_text(encoding="utf-8"))["kind"])
+        found = opener(place)
+        return None if found is None else found(str(source), place, **settings)
+    kind = json.loads((place / checkpoint.CONFIG).read_text(encoding="utf-8"))["kind"]
+    return ImageQA.from_pretrained(place, **settings) if kind == "ImageQAConfig" else None

@@ -1,6 +1,7 @@
 """What several folders of tests share: a model trained for two steps, and the command in this process."""
 
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -57,12 +58,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def regard_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Run `regard` with arguments in this process."""
+def regard_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Run `regard` with arguments, and with lines on its standard input, in this process."""
     from regard.cli import main
 
-    def run(*arguments: object) -> Ran:
+    def run(*arguments: object, stdin: str | None = "") -> Ran:
         capfd.readouterr()
+        monkeypatch.setattr("sys.stdin", None if stdin is None else io.StringIO(stdin))
         try:
             code = main([str(argument) for argument in arguments])
         except SystemExit as error:

@@ -22,7 +22,7 @@ from regard.pictures.sheet import Sheet, check_png, save
 from regard.pictures.sources import Source, source_of
 from regard.vit import ViT
 from regard.vit.errors import InputError
-from regard.vit.files import typed_path
+from regard.vit.files import require_another, typed_path
 from regard.vit.maps.pca import PatchBasis
 from regard.vit.preprocess import check_size
 from regard.vit.pretrained.report import LoadReport
@@ -155,6 +155,8 @@ def look(
     image = typed_path(image)
     kinds = _kinds(panels)
     place = None if out is None else typed_path(out)
+    if place is not None:
+        require_another(place, image)
     if panel is not None and not _NARROWEST <= panel <= _WIDEST:
         raise InputError(f"panel is {panel}; it must be {_NARROWEST} to {_WIDEST} pixels")
     ask = Ask(query, layer, head, method, target, "norms" in kinds, "pca" in kinds)

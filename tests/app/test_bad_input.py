@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_no_half_picture(trained: Path, photo: Path, tmp_path
         (["train", "answer", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["train", "answer", "--resume", "--out", "nowhere"], "nothing to resume"),
         (["evaluate", "answer", "--data", "nowhere"], "nowhere"),
-        (["ask", "photo.png"], "questions"),
+        (["ask", "photo.png"], "photo.png: no such file"),
         (["look"], "image"),
     ],
 )

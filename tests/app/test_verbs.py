@@ -28,7 +28,8 @@ def test_ask_tells_answer_probability_runners_up_and_a_map_per_word(
     told = json.loads(ran.out)
     first, second = told["answers"]
     assert len(first["top"]) == 5
-    assert first["top"][0] == {"answer": first["answer"], "probability": first["probability"]}
+    assert (first["top"][0]["answer"], first["top"][0]["probability"]) == (first["answer"], first["probability"])
+    assert first["meaning"] == "share among the model's 13 answers"
     assert [w["word"] for w in first["words"]] == ["is", "there", "a", "red", "shape", "?"]
     for word in first["words"]:
         heat = np.array(word["map"])
