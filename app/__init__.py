@@ -25,6 +25,7 @@ _HOMES = {
     "ViTConfig": "regard.vit",
     "Answer": "regard.crossattn",
     "ImageQA": "regard.crossattn",
+    "Memory": "regard.crossattn",
 }
 __all__ = list(_HOMES)
 

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from regard.crossattn import Answer
+from regard.crossattn.written import END
 from regard.pictures.colours import overlay
 from regard.pictures.sheet import ACROSS, LINES, Group, Panel, Sheet, draw, number, panel_size, save
 from regard.vit import Preprocess
@@ -86,7 +87,10 @@ def _panels(answer: Answer) -> int:
 
 def _drawn_tokens(answer: Answer) -> list[int]:
     """The places of the tokens that a decoder chose, but for the end; as many as leave room for the words."""
-    return [] if answer.written is None else list(range(len(answer.written.tokens) - 1))[: ACROSS - 1]
+    if answer.written is None:
+        return []
+    tokens = answer.written.tokens
+    return [place for place, token in enumerate(tokens) if token != END][: ACROSS - 1]
 
 
 def _drawn_words(answer: Answer) -> list[int]:

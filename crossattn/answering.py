@@ -108,7 +108,10 @@ def from_candidates(
     `check_candidates` and `candidate_tokens`), settings of writing, and scores that are not finite.
     """
     if asking.beams or asking.max_tokens:
-        raise InputError("beams and max_tokens are for answers that are written; candidates are ranked")
+        raise InputError(
+            "beams and max_tokens are for answers that are written; candidates are ranked, and so is the list of a model"
+            " whose head is 'rank'"
+        )
     if asking.candidates == ():
         raise InputError("this model chooses from a list and has no answers of its own; give candidates")
     names = check_candidates(asking.candidates or ())

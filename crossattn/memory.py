@@ -25,7 +25,7 @@ Grid = tuple[int, int]  # (grid height, grid width)
 _KIND, _FORMAT = "regard.Memory", "1"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Memory:
     """B remembered items. `len`, slices, lists of numbers and `+` are those of a list of items.
 
@@ -45,6 +45,10 @@ class Memory:
     cls: int
     registers: int
     fingerprint: str | None = None
+
+    def __repr__(self) -> str:
+        size = f"{self.nbytes / 2**20:.1f} MiB in {self.dtype} on {self.device}"
+        return f"Memory({len(self)} items, {len(self.layers)} layers, {size})"
 
     def __len__(self) -> int:
         """Number of items."""

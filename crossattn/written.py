@@ -14,6 +14,8 @@ from regard.crossattn.words import Layer, WordMaps, choose
 from regard.vit.errors import InputError
 from regard.vit.maps import checked_rows
 
+END = "[end]"
+
 
 class WrittenMaps:
     """For each token of an answer, its end included if it has one: the share of attention on each word of the question.
@@ -39,7 +41,7 @@ class WrittenMaps:
         # What chose a token is what was read before it: of a cut answer the last token chose nothing.
         self._decoder, self._states, self._read = decoder, states, tuple(ids if ended else ids[:-1])
         self._words = words
-        self.tokens = (*tokens, "[end]") if ended else tuple(tokens)
+        self.tokens = (*tokens, END) if ended else tuple(tokens)
         self._rows: Tensor | None = None
 
     @torch.inference_mode()

@@ -36,7 +36,7 @@ def build(recipe: AnswerRecipe, training: QuestionSet) -> ImageQA:
         if model.decoder is None and recipe.label_smoothing:
             raise InputError("label_smoothing is for a head with a decoder; this model has a vocabulary")
         if model.config.decoder is not None:
-            known = distinct(answers, model.tokenizer, model.config.decoder)
+            known = distinct(model.config.answers or answers, model.tokenizer, model.config.decoder)
             model.config = dataclasses.replace(model.config, answers=known)
         _choose_what_is_trained(recipe, model, starts)
     if recipe.gradient_checkpointing:
@@ -138,7 +138,8 @@ def _opened(recipe: AnswerRecipe, answers: tuple[str, ...]) -> ImageQA:
                 f" (--model {PRESETS[0]}), one with a decoder (--head generate or rank) to learn new answers later"
             )
         return model
-    model.config = dataclasses.replace(config, answers=answers, head=recipe.head or config.head)
+    both = tuple(dict.fromkeys((*config.answers, *answers)))  # what it chose from before, and what is new
+    model.config = dataclasses.replace(config, answers=both, head=recipe.head or config.head)
     return model
 
 

@@ -145,7 +145,7 @@ class Attention(nn.Module):
 
     def answer(self, q: Tensor, kv: KeysValues, mask: Tensor | None = None) -> Tensor:
         """Mix the values for the queries `q (B, H, T, K)` and join the heads: `(B, T, D)`."""
-        out = self.out(self.join(q, kv, mask))
+        out = fused.linear(self.join(q, kv, mask), self.out)
         if mask is None:
             return out
         awake = _visible(mask).any(dim=1)  # (B or 1, T or 1, 1)

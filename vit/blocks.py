@@ -57,13 +57,14 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.inner(x))
+        return fused.linear(self.inner(x), self.fc2)
 
     def inner(self, x: Tensor) -> Tensor:
         """What the last linear layer is given, `(…, hidden)`."""
         if self.gate is not None:
             return self.norm(F.silu(self.gate(x)) * self.fc1(x))
-        if fused.pays(x) and fused.is_plain_linear(self.fc1, x) and fused.is_bare(self.act, nn.GELU):
+        plain = fused.is_bare(self.act, nn.GELU) and fused.is_plain_linear(self.fc1, x)
+        if plain and fused.pays_with(x, self.fc1.weight):
             return self.norm(fused.linear_gelu(x, self.fc1, cast(nn.GELU, self.act)))
         return self.norm(self.act(self.fc1(x)))
 

@@ -1,5 +1,6 @@
 """`regard ask`: questions about a picture, answered with probabilities and a map for every word."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ def ask(
     questions = [questions] if isinstance(questions, str) else list(questions)
     if not questions or not all(isinstance(question, str) for question in questions):
         raise InputError("questions must be a text or a list of texts, at least one")
+    if pictures := [question for question in questions if Path(question).suffix and Path(question).is_file()]:
+        raise InputError(f"{pictures[0]} is a file, not a question; ask one picture at a time")
     image = typed_path(image)
     path = Path(f"{image.stem}-ask.png") if out is None else typed_path(out)
     require_another(path, image)
@@ -145,7 +148,7 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
         "probability": answer.probability,
         "meaning": answer.meaning,
         "top": [
-            {"answer": text, "probability": p, "log_probability": log}
+            {"answer": text, "probability": p, "log_probability": log if math.isfinite(log) else None}
             for (text, p), log in zip(answer.top, answer.logs, strict=True)
         ],
         "unknown_words": list(answer.unknown),

@@ -156,3 +156,16 @@ def test_beams_have_a_limit(regard_command, writer, photo):
     ran = regard_command("ask", photo, "is it red?", "--model", writer, "--beams", 3_000_000)
     assert ran.code == 2
     assert "at most 1000" in ran.err
+
+
+def test_a_second_picture_is_no_question(regard_command, writer, photo):
+    ran = regard_command("ask", photo, photo, "is it red?", "--model", writer)
+    assert ran.code == 2
+    assert "is a file, not a question" in ran.err
+
+
+def test_json_stays_json_where_a_candidate_was_not_ranked(regard_command, writer, photo, tmp_path):
+    given = ("--candidates", "yes,no", "--shortlist", 1, "--out", tmp_path / "a.png", "--json")
+    ran = regard_command("ask", photo, "is it red?", "--model", writer, *given)
+    told = json.loads(ran.out, parse_constant=lambda name: pytest.fail(name))
+    assert [entry["log_probability"] is None for entry in told["answers"][0]["top"]] == [False, True]

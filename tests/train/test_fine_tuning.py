@@ -68,8 +68,10 @@ def test_a_model_with_a_decoder_takes_new_answers_and_another_way_to_answer(
     settings = {**start("generate"), "head": "rank", "data": new_answers(squares, tmp_path)}
     module, data = prepare(recipe(settings))
     assert module.model.config.head == "rank"
-    assert set(module.model.config.answers) == {"yes", "no", "red blue", "left"}
-    assert data.training.columns == {a: i for i, a in enumerate(module.model.config.answers)}
+    answers = module.model.config.answers  # what it chose from before, then what is new
+    assert set(answers[:4]) == {"yes", "no", "red", "blue"}
+    assert set(answers[4:]) == {"red blue", "left"}
+    assert data.training.columns == {a: answers.index(a) for a in ("yes", "no", "red blue", "left")}
     assert data.training.writer is not None
     assert dict(data.training.writer.left_out) == {}
 

@@ -327,6 +327,16 @@ def test_without_gradients_every_product_of_a_block_is_onednns(vit, images, prod
     assert products == {"alone": 4 * blocks, "with a sum": 2 * blocks}  # q, k, v and fc1; out and fc2
 
 
+def test_a_few_rows_of_a_large_weight_are_worth_it_and_one_is_not(monkeypatch, products):
+    monkeypatch.setattr(fused, "LARGE", 30 * 32)
+    layer = nn.Linear(32, 30)
+    with torch.no_grad():
+        for rows, calls in ((1, 0), (2, 1), (3, 2)):
+            x = torch.randn(rows, 32)
+            assert distance(fused.linear(x, layer), layer(x)) < 1e-6
+            assert products["alone"] == calls
+
+
 def test_products_that_know_no_gradients_take_no_part_in_training(vit, images, products):
     model = vit()
     model(images).patches.sum().backward()
