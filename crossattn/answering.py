@@ -109,7 +109,7 @@ def from_candidates(
     """
     if asking.beams or asking.max_tokens:
         raise InputError(
-            "beams and max_tokens are for answers that are written; candidates are ranked, and so is the list of a model"
+            "beams and max_tokens are for written answers; candidates are ranked, and so is the list of a model"
             " whose head is 'rank'"
         )
     if asking.candidates == ():
