@@ -27,6 +27,8 @@ lint: $(VENV)/lint.installed
 bench: $(VENV)/owners.installed
 	$(BIN)/python benchmarks/look_once.py
 	$(BIN)/python benchmarks/forward_speed.py
+	$(BIN)/python benchmarks/blip_questions.py
+	$(BIN)/python benchmarks/rank_candidates.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
