@@ -32,7 +32,8 @@ class LoRALinear(nn.Module):
         self.down = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.up = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         self.scale, self.dropout = alpha / rank, nn.Dropout(dropout)
-        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        bound = base.in_features**-0.5
+        nn.init.uniform_(self.down, -bound, bound)
 
     @property
     def weight(self) -> Tensor:

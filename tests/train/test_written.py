@@ -115,7 +115,7 @@ def test_label_smoothing_is_torchs_own_on_every_token(noisy: ImageQA) -> None:
     answers = writer(asked)
     logits = noisy.decoder.logits(noisy.decoder(answers.ids[:, :-1], noisy.decoder.remember(states), mask))[0]
     expected = F.cross_entropy(logits, answers.ids[0, 1:], reduction="sum", label_smoothing=0.1)
-    assert float(written_loss(noisy.decoder, states, mask, answers, 0.1)) == pytest.approx(float(expected))
+    assert written_loss(noisy.decoder, states, mask, answers, 0.1).item() == pytest.approx(expected.item())
 
 
 def test_answers_begin_and_end_once_and_what_cannot_be_written_is_left_out(noisy: ImageQA) -> None:
