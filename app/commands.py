@@ -118,7 +118,8 @@ def _run_ask(given: dict[str, Any]) -> int:
         asked += 1
         if not isinstance(answer, InputError):
             answered += 1
-            print(json.dumps(answer_as_dict(answer)) if as_json else told(answer).split("\n", 1)[1], flush=True)
+            text = told(answer).split("\n", 1)[1] if _is_typed() else told(answer)  # a terminal shows the question
+            print(json.dumps(answer_as_dict(answer)) if as_json else text, flush=True)
         elif as_json:
             print(json.dumps({"question": question, "error": str(answer)}), flush=True)
         elif sys.stderr is not None:

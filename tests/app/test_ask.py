@@ -87,6 +87,7 @@ def test_a_question_that_cannot_be_asked_ends_no_conversation(regard_command, wr
     ran = regard_command("ask", photo, "--model", writer, stdin="is " * 100 + "\nis it red?\n")
     assert ran.code == 0
     assert "reads at most" in ran.err
+    assert ran.out.startswith("is it red?\n")
     assert "%" in ran.out
 
 
