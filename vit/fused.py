@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 LARGE = 2**15  # elements; below, calling an operation costs more than its pass over memory
@@ -32,6 +33,7 @@ def pays(x: Tensor) -> bool:
         and x.numel() >= LARGE
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.peek_interpreter_stack() is None  # vmap and its kin want no step in place
+        and forward_ad._current_level < 0  # no_grad leaves forward-mode derivatives on
         and not torch_module._has_any_global_hook()
     )
 
@@ -72,7 +74,7 @@ def _onednn(x: Tensor) -> bool:
 def pays_with(x: Tensor, weight: Tensor) -> bool:
     """Whether a product of `x` and a weight is worth it: also for a few rows of a large weight, as words have them.
 
-    With 3 to 192 rows oneDNN's product took a third to two thirds of the other's time; a single row is the other's.
+    With 3 to 192 rows oneDNN's product took a third to three quarters of the other's time; a single row is the other's.
     """
     return pays(x) or (x.numel() > x.shape[-1] and pays(weight))
 

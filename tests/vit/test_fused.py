@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from regard.vit import fused
 from regard.vit.blocks import Block
@@ -26,8 +26,11 @@ PARTS = ["attn", "mlp", "attn.out", "attn.to_q", "mlp.fc1", "mlp.act", "mlp.fc2"
 
 
 @pytest.fixture(autouse=True)
-def _small_is_large(monkeypatch) -> None:
+def _where_it_runs(monkeypatch):
+    """Small tensors are large, and nothing records gradients: elsewhere a test would only see the ordinary lines."""
     monkeypatch.setattr(fused, "LARGE", 0)
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture
@@ -71,9 +74,9 @@ def test_it_gives_the_numbers_of_the_ordinary_lines(vit, images, ordinary, kind,
 
 def test_where_gradients_are_recorded_the_ordinary_lines_run(vit):
     block, x = vit().blocks[0], torch.randn(1, 2, 32)
-    assert not block._fuses(x)  # the sum inside the product makes a training step slower
-    with torch.no_grad():
-        assert block._fuses(x)
+    assert block._fuses(x)
+    with torch.enable_grad():
+        assert not block._fuses(x)  # the sum inside the product makes a training step slower
 
 
 def test_layers_that_were_handed_out_keep_their_numbers(vit, images):
@@ -269,6 +272,18 @@ def test_forward_mode_derivatives_are_right(vit):
     torch.testing.assert_close(slope, numeric, rtol=1e-5, atol=1e-6)
 
 
+def test_forward_mode_tangents_are_carried(vit, images, ordinary):
+    model, direction = vit(), torch.randn_like(images)
+
+    def slope(model) -> Tensor:
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(images, direction)).patches).tangent
+            assert tangent is not None
+            return tangent.clone()
+
+    assert distance(slope(model), ordinary(slope, model)) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_traced_model_gives_the_same_tokens(vit, images):
     class Patches(nn.Module):
@@ -291,77 +306,11 @@ def test_training_works_after_inference_mode_saw_the_same_size(vit, images):
     model = vit(positions="rope")
     with torch.inference_mode():
         first = model(images).patches
-    second = model(images).patches
-    second.sum().backward()
+    with torch.enable_grad():
+        second = model(images).patches
+        second.sum().backward()
     assert distance(first, second.detach()) < 1e-6  # the product that knows no gradients rounds otherwise
     assert all(p.grad is not None for p in model.blocks.parameters())
-
-
-# oneDNN's products ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Counts the calls of oneDNN's product, and of the one with a sum inside."""
-    if fused._POINTWISE is None:
-        pytest.skip("this torch has no such product")
-    counts = {"alone": 0, "with a sum": 0}
-
-    def counted(name, product):
-        def call(*args):
-            counts[name] += 1
-            return product(*args)
-
-        return call
-
-    monkeypatch.setattr(fused, "_POINTWISE", counted("alone", fused._POINTWISE))
-    monkeypatch.setattr(fused, "_POINTWISE_SUM", counted("with a sum", fused._POINTWISE_SUM))
-    return counts
-
-
-def test_without_gradients_every_product_of_a_block_is_onednns(vit, images, products):
-    model = vit()
-    with torch.inference_mode():
-        model(images)
-    blocks = len(model.blocks)
-    assert products == {"alone": 4 * blocks, "with a sum": 2 * blocks}  # q, k, v and fc1; out and fc2
-
-
-def test_a_few_rows_of_a_large_weight_are_worth_it_and_one_is_not(monkeypatch, products):
-    monkeypatch.setattr(fused, "LARGE", 30 * 32)
-    layer = nn.Linear(32, 30)
-    with torch.no_grad():
-        for rows, calls in ((1, 0), (2, 1), (3, 2)):
-            x = torch.randn(rows, 32)
-            assert distance(fused.linear(x, layer), layer(x)) < 1e-6
-            assert products["alone"] == calls
-
-
-def test_products_that_know_no_gradients_take_no_part_in_training(vit, images, products):
-    model = vit()
-    model(images).patches.sum().backward()
-    pixels = images.clone().requires_grad_()
-    model.requires_grad_(False)(pixels).patches.sum().backward()
-    assert pixels.grad is not None
-    assert products == {"alone": 0, "with a sum": 0}
-
-
-def test_flop_counters_see_the_products(vit, images, products):
-    model = vit()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images)
-    assert counter.get_total_flops() > 0
-    assert products == {"alone": 0, "with a sum": 0}
-
-
-def test_without_onednn_the_ordinary_product_runs(vit, images, products):
-    model = vit()
-    with torch.no_grad():
-        want = sequence(model, images)
-        before = dict(products)
-        with torch.backends.mkldnn.flags(enabled=False):
-            assert distance(sequence(model, images), want) < 1e-6
-    assert products == before
 
 
 # memory --------------------------------------------------------------------------------------------------------------
@@ -393,7 +342,6 @@ def test_no_tensor_is_as_large_as_queries_times_keys(vit, kind, train):
     assert largest.elements < patches**2 / 4
 
 
-@torch.no_grad()
 def test_blocks_are_built_to_fuse(vit):
     for kind in KINDS.values():
         for block in vit(**kind).blocks:
@@ -402,7 +350,6 @@ def test_blocks_are_built_to_fuse(vit):
             assert not block._fuses(torch.randn(1, 3, 32).half())
 
 
-@torch.no_grad()
 def test_small_tensors_take_the_ordinary_lines(vit, monkeypatch):
     monkeypatch.setattr(fused, "LARGE", 33)
     block = vit().blocks[0]
