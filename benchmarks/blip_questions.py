@@ -98,7 +98,6 @@ def main() -> None:
 
 def models(flags: argparse.Namespace) -> tuple[Any, Any]:
     """transformers' model with random weights, and ours made from it."""
-    peer("timm")  # where torchvision lies, if anywhere
     transformers = peer("transformers")
     from regard.crossattn import ImageQA
 

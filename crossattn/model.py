@@ -107,15 +107,16 @@ class ImageQA(nn.Module):
         return model
 
     @classmethod
-    def compose(cls, **parts: Any) -> "ImageQA":
-        """Join `vit`, a pretrained image side, and `text`, a BERT, by new cross-attention behind gates that start at 0.
+    def compose(cls, *, vit: Any, text: Any, answers: Sequence[str], **settings: Any) -> "ImageQA":
+        """Join any vision transformer with a pretrained text encoder by new cross-attention, its gates at 0.
 
-        Before training the words' states are those of the BERT alone. Arguments, by name, and errors:
-        `regard.crossattn.pretrained.compose`. `new_parts(model)` there names what is to be trained.
+        `vit` is a `ViT`, fields of `ViTConfig`, or anything that `ViT.from_pretrained` opens; `text` a BERT's folder,
+        file, hub name or module, or a pair of that (or a `TextEncoder`) and a tokenizer. `settings`: `head`, `score`,
+        `cross_every`, `gate`, `decoder`, `images`. Raises InputError for what does not fit together.
         """
         from regard.crossattn.pretrained.compose import compose
 
-        return compose(**parts)
+        return compose(vit=vit, text=text, answers=answers, **settings)
 
     @classmethod
     def from_pretrained(cls, source: "str | Path | nn.Module", **settings: Any) -> "ImageQA":
@@ -274,7 +275,10 @@ class ImageQA(nn.Module):
         Arguments as for `read`.
         """
         states = self.read(memory, ids, mask, of)
-        mask = mask.to(states.device)
+        return self.scores(states, mask.to(states.device))
+
+    def scores(self, states: Tensor, mask: Tensor) -> Tensor:
+        """The same from what the questions are after reading, `(Q, T, D)` and `(Q, T)`."""
         if self.head is not None:
             return self.head(self.text.pool(states, mask))
         assert self.decoder is not None
@@ -293,8 +297,7 @@ class ImageQA(nn.Module):
     def _found(self, states: Tensor, mask: Tensor, asking: Asking) -> list[Found]:
         """What the head answers, in fp32 or wider."""
         if self.decoder is None:
-            assert self.head is not None
-            return answering.from_vocabulary(self.head(self.text.pool(states, mask)), self.config, asking)
+            return answering.from_vocabulary(self.scores(states, mask), self.config, asking)
         if self.config.head == "rank" and asking.candidates is None:
             asking = dataclasses.replace(asking, candidates=self.config.answers)
         answer = answering.written if asking.candidates is None else answering.from_candidates

@@ -55,7 +55,7 @@ class AnswerRecipe:
         lora_alpha: the adapters' output is scaled by lora_alpha / lora_rank.
         lora_targets: linear layers that get adapters: names (`to_q`), ends or patterns of dotted names (`vit.*.fc1`).
         gradient_checkpointing: keep only each layer's input and compute its inside again for the gradient: less memory,
-            a third more time.
+            more time.
         seed: of weights, data order, augmentation and dropout.
         workers: processes that open images; 0 does it in the training process and keeps a small set in memory.
         save_every_steps: optimizer steps between two checkpoints; one is also written after every epoch.

@@ -1,7 +1,7 @@
 """Gradient checkpointing: keep what goes into a layer, and compute its inside again when the gradient comes.
 
-A layer's activations are many times its input, so memory falls by about that, and a step takes a third longer
-(Chen et al., 2016, arXiv:1604.06174).
+A layer's activations are many times its input, so memory falls, for one more forward pass (Chen et al., 2016,
+arXiv:1604.06174).
 """
 
 import functools

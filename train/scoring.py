@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.crossattn import ImageQA, answering
-from regard.crossattn.rank import rank
 from regard.train.questions import Batch
 from regard.train.written import plain_text, written_loss
 
@@ -23,19 +22,10 @@ def read(model: ImageQA, batch: Batch) -> tuple[Tensor, Tensor]:
     return states, batch.mask.to(states.device)
 
 
-def scores(model: ImageQA, states: Tensor, mask: Tensor) -> Tensor:
-    """Scores of the model's own answers `(Q, A)`; a decoder's are log-probabilities."""
-    if model.head is not None:
-        return model.head(model.text.pool(states, mask))
-    assert model.decoder is not None
-    tokens = answering.candidate_tokens(model.config.answers, model.decoder, model.tokenizer)
-    return rank(model.decoder, model.decoder.remember(states), model.readable(mask), tokens)
-
-
 def losses(model: ImageQA, states: Tensor, mask: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
     """The loss of each question `(Q,)`."""
     if model.decoder is None:
-        return answer_loss(scores(model, states, mask), batch.targets, model.config.score)
+        return answer_loss(model.scores(states, mask), batch.targets, model.config.score)
     assert batch.written is not None
     return written_loss(model.decoder, states, model.readable(mask), batch.written, smoothing)
 
@@ -46,7 +36,7 @@ def right(model: ImageQA, states: Tensor, mask: Tensor, batch: Batch) -> Tensor:
     Its answer is the likeliest of its list, or for the head `generate` the text it writes.
     """
     if model.config.head != "generate":
-        return is_right(scores(model, states, mask), batch.targets.to(states.device))
+        return is_right(model.scores(states, mask), batch.targets.to(states.device))
     assert model.decoder is not None
     asking = answering.Asking(top=1)
     found = answering.written(model.decoder, model.tokenizer, states, model.readable(mask), asking)

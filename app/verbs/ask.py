@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from regard import figures
-from regard.crossattn import Answer, ImageQA
+from regard.crossattn import Answer
 from regard.datasets import open_image
 from regard.models import DEMO, open_qa
 from regard.vit.errors import InputError
@@ -88,8 +88,16 @@ def ask(
     require_another(path, image)
     picture = open_image(image)
     qa = open_qa(model, device, **_blip(behaviour, image_size))
-    wanted = _wanted(top, candidates, beams, max_tokens, normalise_length, shortlist)
-    answers = qa.ask(qa.look(picture), questions, **wanted)
+    answers = qa.ask(
+        qa.look(picture),
+        questions,
+        top=top,
+        candidates=_listed(candidates),
+        beams=beams,
+        max_tokens=max_tokens,
+        normalise_length=normalise_length,
+        shortlist=shortlist,
+    )
     saved = figures.save(figures.word_figure(picture, qa.preprocess, answers), path)
     return Asked(image, str(model), answers, saved, figures.questions_drawn(answers))
 
@@ -99,23 +107,19 @@ def converse(
     questions: Iterable[str],
     *,
     model: str | Path = DEMO,
-    top: int = 5,
-    candidates: str | list[str] | None = None,
-    beams: int | None = None,
-    max_tokens: int | None = None,
-    normalise_length: bool = False,
-    shortlist: int | None = None,
     behaviour: Literal["original", "transformers"] | None = None,
     image_size: int | tuple[int, int] | None = None,
     device: str = "auto",
+    candidates: str | list[str] | None = None,
+    **wanted: Any,
 ) -> Iterator[tuple[str, Answer | InputError]]:
     """Look at a picture once and answer questions as they come, each with its answer, until one is empty.
 
     A question that cannot be asked gives its InputError, and the next one is taken. Arguments as for `ask`.
     """
     picture = open_image(typed_path(image))
-    qa: ImageQA = open_qa(model, device, **_blip(behaviour, image_size))
-    wanted = _wanted(top, candidates, beams, max_tokens, normalise_length, shortlist)
+    qa = open_qa(model, device, **_blip(behaviour, image_size))
+    wanted["candidates"] = _listed(candidates)
     memory = qa.look(picture)
     qa.ask(memory, ["?"], **wanted)  # settings that do not fit are told before the first question
     for question in questions:
@@ -165,24 +169,8 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _wanted(
-    top: int,
-    candidates: str | list[str] | None,
-    beams: int | None,
-    max_tokens: int | None,
-    normalise_length: bool,
-    shortlist: int | None,
-) -> dict[str, Any]:
-    if isinstance(candidates, str):
-        candidates = [text.strip() for text in candidates.split(",")]
-    return {
-        "top": top,
-        "candidates": candidates,
-        "beams": beams,
-        "max_tokens": max_tokens,
-        "normalise_length": normalise_length,
-        "shortlist": shortlist,
-    }
+def _listed(candidates: str | list[str] | None) -> list[str] | None:
+    return [text.strip() for text in candidates.split(",")] if isinstance(candidates, str) else candidates
 
 
 def _blip(behaviour: str | None, image_size: int | tuple[int, int] | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Only what reads text is taken over. The cross-attention of the layers that are t
 0 it leaves BERT's numbers as they are.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from regard.crossattn.pretrained import vocabularies
 from regard.crossattn.text import TextConfig, TextEncoder
 from regard.crossattn.tokenizer import TextTokenizer
 from regard.vit import checkpoint
-from regard.vit.errors import InputError, reason
+from regard.vit.errors import InputError
 from regard.vit.files import typed_path
-from regard.vit.pretrained import files, hub, modules, rules, settings
+from regard.vit.pretrained import files, modules, rules, settings
 from regard.vit.pretrained.report import LoadReport
 from regard.vit.pretrained.rules import Rule
 from regard.vit.pretrained.source import Source, pattern_of
@@ -51,8 +51,6 @@ _UNUSED = {
 }
 # The last part of a prefix; relatives of BERT with the same names under it count places or share layers otherwise.
 _PREFIXES = ("bert", "auto_model", "model", "module", "_orig_mod")
-_TOKENIZERS = ("tokenizer.json", "vocab.txt")
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 _NEW = re.compile(r"layers\.\d+\.(cross|norm2)\.")
 _CHANGES = ("heads", "norm_eps", "activation", "cross_every", "gate", "qk_norm", "dropout", "pooling")
 
@@ -93,10 +91,10 @@ def open_text(
                 f"{source}: a model of Regard; open it with its own class, and pass its text and tokenizer"
             )
         read = files.read(place, str(source))
-        beside = None if tokenizer is not None else _tokenizer_file(source, place)
+        beside = None if tokenizer is not None else vocabularies.beside(str(source), place)
     if isinstance(tokenizer, (str, Path)):
         beside, tokenizer = typed_path(tokenizer), None
-    own = _opened(beside) if beside is not None else tokenizer
+    own = vocabularies.opened(beside) if beside is not None else tokenizer
     read.changes = changes
     return _build(_inside(read), own, context_dim, changes), own
 
@@ -275,26 +273,3 @@ def _live(module: nn.Module) -> Source:
         if hasattr(config, "to_dict"):
             return replace(source, settings=config.to_dict())
     return source
-
-
-def _tokenizer_file(source: str | Path, place: Path) -> Path | None:
-    """The tokenizer beside the weights."""
-    folder = place if place.is_dir() else place.parent
-    if not any((folder / name).is_file() for name in _TOKENIZERS) and not typed_path(source).exists():
-        name = str(source)
-        hub.snapshot(name, hub.repository_of(name), [*_TOKENIZERS, _TOKENIZER_CONFIG])
-    return next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
-
-
-def _opened(file: Path) -> TextTokenizer:
-    told = file.parent / _TOKENIZER_CONFIG
-    if file.name == "vocab.txt" and told.is_file():
-        try:
-            cased = json.loads(told.read_text(encoding="utf-8")).get("do_lower_case") is False
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise InputError(f"{told}: not a JSON object ({reason(error)})") from error
-        if cased:
-            raise InputError(
-                f"{file}: of a model that tells capitals apart, and a bare list does not; add tokenizer.json"
-            )
-    return TextTokenizer.from_file(file)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.crossattn.model import ImageQA
-from regard.crossattn.pretrained import blip_config, blip_tokens
+from regard.crossattn.pretrained import blip_config, blip_tokens, vocabularies
 from regard.crossattn.pretrained import blip_names as names
 from regard.vit import checkpoint
 from regard.vit.errors import InputError, reason
@@ -70,7 +70,7 @@ def open_blip(
     original = behaviour == "original"
     folder = place if not isinstance(place, Path) or place.is_dir() else place.parent
     if isinstance(folder, Path) and tokenizer is None:
-        blip_tokens.fetch(name, folder)
+        vocabularies.beside(name, folder)  # of a hub's it is fetched
     rows = source.shape(names.QUESTION + names.WORDS, 2)[0]
     beside = folder if isinstance(folder, Path) else None
     words = blip_tokens.blip_tokenizer(source.where, beside, tokenizer, rows, original=original)

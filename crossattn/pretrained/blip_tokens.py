@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from regard.crossattn.pretrained import vocabularies
 from regard.crossattn.tokenizer import ANSWER, FIRST, QUESTION, TextTokenizer
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
-from regard.vit.pretrained import hub
 
-FILES = ("tokenizer.json", "vocab.txt")
 _ENDS = [ANSWER, QUESTION]  # in the order of their ids, the last two; no file of the hub holds them
 
 
@@ -43,28 +42,22 @@ def blip_tokenizer(
         raise InputError(f"{called}: {error}") from error
 
 
-def fetch(name: str, folder: Path) -> None:
-    """See to it that the tokenizer of a hub repository lies in its folder; the weights come with one of its forms."""
-    if not any((folder / file).is_file() for file in FILES) and not typed_path(name).exists():
-        hub.snapshot(name, hub.repository_of(name), list(FILES))
-
-
 def _file(where: str, place: Path | None) -> Path:
     if place is None:
         raise InputError(f"{where}: a module holds no tokenizer; pass tokenizer= with a BERT vocab.txt or its pieces")
     if not place.is_dir():
         return place
-    found = next((place / name for name in FILES if (place / name).is_file()), None)
+    found = vocabularies.beside(str(place), place)
     if found is None:
         raise InputError(
-            f"{where}: neither {' nor '.join(FILES)} lies in {place}; put the vocab.txt of bert-base-uncased there, or"
-            " pass tokenizer= with its path"
+            f"{where}: neither {' nor '.join(vocabularies.FILES)} lies in {place}; put the vocab.txt of"
+            " bert-base-uncased there, or pass tokenizer= with its path"
         )
     return found
 
 
 def _pieces(file: Path) -> list[str]:
-    opened = TextTokenizer.from_file(file)
+    opened = vocabularies.opened(file)
     if opened.answers(["A"]) != opened.answers(["a"]):
         raise InputError(f"{file}: of a model that tells capitals apart; BLIP reads the words of bert-base-uncased")
     return opened.pieces(range(len(opened)))

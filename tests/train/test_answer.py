@@ -26,7 +26,7 @@ from regard.train.optim import parameter_groups
 from regard.train.questions import Batch, QuestionBatches
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
 from regard.train.sampling import Draw
-from regard.train.scoring import answer_loss, is_right, read, scores
+from regard.train.scoring import answer_loss, is_right, read
 from regard.vit.errors import InputError
 
 
@@ -66,7 +66,7 @@ def test_questions_that_fill_a_share_change_nothing(
     assert filled.of is None
     assert copied.of is not None
     assert (len(filled.ids), int(filled.counts.sum()), len(copied.ids)) == (9, 8, 8)
-    given, alone = (scores(model, *read(model, batch)) for batch in (filled, copied))
+    given, alone = (model.scores(*read(model, batch)) for batch in (filled, copied))
     torch.testing.assert_close(given[filled.counts], alone)
     torch.testing.assert_close(module.training_step(filled, 0), module.training_step(copied, 0))
     assert evaluate_answer(model, uneven).n_questions == 8

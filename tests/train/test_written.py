@@ -15,7 +15,7 @@ from regard.train.evaluate import evaluate_answer
 from regard.train.questions import QuestionBatches
 from regard.train.recipe import load_recipe
 from regard.train.sampling import Draw
-from regard.train.scoring import losses, read, scores
+from regard.train.scoring import losses, read
 from regard.train.written import AnswerWriter, WrittenAnswers, plain_text, written_loss
 
 DECODER = {"text": {"dim": 16, "heads": 2, "depth": 1}}
@@ -90,7 +90,7 @@ def test_padding_behind_the_answers_does_not_change_the_loss(noisy: ImageQA) -> 
 def test_the_loss_is_minus_the_log_probability_that_ranking_gives(noisy: ImageQA) -> None:
     asked, writer = questions_of(noisy, [("blue",), ("red square",), ("a big red square",)])
     states, mask = states_of(noisy, 3)
-    ranked = scores(noisy, states, mask)
+    ranked = noisy.scores(states, mask)
     names = list(noisy.config.answers)
     own = torch.stack([-ranked[row, names.index(question.answers[0])] for row, question in enumerate(asked)])
     torch.testing.assert_close(written_loss(noisy.decoder, states, mask, writer(asked)), own)
