@@ -1,20 +1,55 @@
 """A recipe: every setting of a training run as one frozen dataclass, read from YAML by name or path.
 
-A flag of the command, a line of the YAML and an argument of the Python call are the same field.
+A flag of the command, a line of the YAML and an argument of the Python call are the same field. Each task has its own
+dataclass (`AnswerRecipe` here, the others beside their task) and its own folder of recipes that come with the library.
 """
 
-import dataclasses
 import difflib
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
 
 import yaml
 
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path, write_atomically
 from regard.vit.values import from_json, merged, to_json
+
+RECIPE = "recipe.yaml"
+"""What a run's own recipe is called in its folder."""
+
+
+class Recipe(Protocol):
+    """What the recipes of all tasks share; `task` names the folder of those that come with the library."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    task: ClassVar[str]
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+def check_settings(recipe: Recipe, least: dict[str, int]) -> None:
+    """Raise InputError for a field below its smallest value in `least`, or an impossible setting that tasks share."""
+    values = vars(recipe)
+    for name, smallest in {"epochs": 1, "workers": 0, "warmup_steps": 0, **least}.items():
+        if name in values and values[name] < smallest:
+            raise InputError(f"{name} is {values[name]}; it must be at least {smallest}")
+    if not 0 < values["lr"] < float("inf"):
+        raise InputError(f"lr is {values['lr']}; it must be above 0")
+    if not 0 <= values["weight_decay"] < float("inf"):
+        raise InputError(f"weight_decay is {values['weight_decay']}; it must be 0 or more")
+    if not 0 <= values["beta2"] < 1:
+        raise InputError(f"beta2 is {values['beta2']}; it must lie in [0, 1)")
+    if values.get("clip_norm") is not None and not values["clip_norm"] > 0:
+        raise InputError(f"clip_norm is {values['clip_norm']}; it must be above 0, or null for no limit")
+    if not 0 <= values.get("label_smoothing", 0) < 1:
+        raise InputError(f"label_smoothing is {values['label_smoothing']}; it must lie in [0, 1)")
+    if not 0 < values.get("layer_decay", 1) <= 1:
+        raise InputError(f"layer_decay is {values['layer_decay']}; it must lie in (0, 1], and 1 is for none")
+    if not -(2**63) <= values["seed"] < 2**63:
+        raise InputError(f"seed is {values['seed']}; it must fit into 64 bits")
 
 
 @dataclass(frozen=True)
@@ -62,6 +97,8 @@ class AnswerRecipe:
         trainer: any argument of Lightning's Trainer, such as devices, strategy, precision, accumulate_grad_batches.
     """
 
+    task: ClassVar[str] = "answer"
+
     about: str = ""
     data: str = "easy-vqa"
     held_out: float = 0.1
@@ -96,66 +133,61 @@ class AnswerRecipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        least = {"epochs": 1, "batch_images": 1, "shift": 0, "workers": 0, "warmup_steps": 0, "lora_rank": 0}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
+        check_settings(self, {"batch_images": 1, "shift": 0, "lora_rank": 0})
         if self.questions_per_image is not None and self.questions_per_image < 1:
             raise InputError(
                 f"questions_per_image is {self.questions_per_image}; it must be at least 1, or null for all"
             )
-        if not 0 < self.lr < float("inf"):
-            raise InputError(f"lr is {self.lr}; it must be above 0")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise InputError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
-        if not 0 <= self.beta2 < 1:
-            raise InputError(f"beta2 is {self.beta2}; it must lie in [0, 1)")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InputError(f"clip_norm is {self.clip_norm}; it must be above 0, or null for no limit")
-        if not 0 <= self.label_smoothing < 1:
-            raise InputError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, 1)")
-        if not 0 < self.layer_decay <= 1:
-            raise InputError(f"layer_decay is {self.layer_decay}; it must lie in (0, 1], and 1 is for none")
         if not 0 < self.held_out < 1:
             raise InputError(f"held_out is {self.held_out}; it must lie between 0 and 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"seed is {self.seed}; it must fit into 64 bits")
 
 
-def names() -> list[str]:
-    """The recipes that come with the library."""
-    return sorted(
-        f.name.removesuffix(".yaml") for f in files("regard.train.recipes").iterdir() if f.name.endswith(".yaml")
-    )
+def names(kind: type[Recipe] = AnswerRecipe) -> list[str]:
+    """The recipes of a task that come with the library."""
+    return sorted(f.name.removesuffix(".yaml") for f in _folder(kind).iterdir() if f.name.endswith(".yaml"))
 
 
-def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe:
-    """A recipe by name, or from a YAML file, with any field changed.
+def _folder(kind: type[Recipe]) -> Any:
+    return files("regard.train") / "recipes" / kind.task
 
-    `vit`, `text`, `decoder` and `trainer` are merged key by key; every other field is replaced.
+
+@overload
+def load_recipe(source: str | Path | None = ..., /, **changes: Any) -> AnswerRecipe: ...
+
+
+@overload
+def load_recipe(source: str | Path | None, kind: type[AnyRecipe], /, **changes: Any) -> AnyRecipe: ...
+
+
+def load_recipe(source: str | Path | None = "easy_vqa", kind: type[Any] = AnswerRecipe, /, **changes: Any) -> Any:
+    """A recipe of the task `kind` by name, or from a YAML file, with any field changed.
+
+    None is the recipe of defaults. Fields that are mappings, such as `vit` and `trainer`, are merged key by key; every
+    other field is replaced.
     Raises InputError for an unknown recipe or field, or a value of the wrong kind.
     """
-    path = typed_path(source)
-    if path.suffix in (".yaml", ".yml"):
+    known = names(kind)
+    path = Path() if source is None else typed_path(source)
+    if source is None:
+        text, where = "", f"train {kind.task}"
+    elif path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise InputError(f"{path}: no such recipe file")
         try:
             text, where = path.read_text(encoding="utf-8"), str(path)
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: not UTF-8 text; a recipe is a YAML file") from error
-    elif str(source) in names():
-        text, where = (files("regard.train.recipes") / f"{source}.yaml").read_text(encoding="utf-8"), f"recipe {source}"
+    elif str(source) in known:
+        text, where = (_folder(kind) / f"{source}.yaml").read_text(encoding="utf-8"), f"recipe {source}"
     else:
-        raise InputError(
-            f"no recipe is called {str(source)!r}; choose one of {', '.join(names())}, or give a .yaml file"
-        )
+        raise InputError(f"no recipe is called {str(source)!r}; choose one of {', '.join(known)}, or give a .yaml file")
     try:
         values = yaml.safe_load(text) or {}
     except (yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise InputError(f"{where}: a recipe is a mapping from fields to values")
-    defaults = to_json(AnswerRecipe())
+    defaults = to_json(kind())
     for name in (*values, *changes):
         if name not in defaults:
             near = difflib.get_close_matches(str(name), defaults, n=1)
@@ -164,10 +196,37 @@ def load_recipe(source: str | Path = "easy_vqa", **changes: Any) -> AnswerRecipe
     changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
     if changes:
         values["about"] = ""  # what was measured, was measured without the changes
-    return from_json(merged({**defaults, **values}, changes), AnswerRecipe, where)
+    return from_json(merged({**defaults, **values}, changes), kind, where)
 
 
-def save_recipe(recipe: AnswerRecipe, path: Path) -> None:
+def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write the recipe as YAML, every field stated."""
-    text = yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(to_json(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def run_recipe(
+    kind: type[AnyRecipe],
+    default: str | None,
+    recipe: str | Path | None,
+    out: Path,
+    resume: bool,
+    changes: dict[str, Any],
+) -> AnyRecipe:
+    """What a run in `out` follows: a new one the recipe asked for, a resumed one its own, kept in its folder.
+
+    `default` is for a new one that asks for none; None means the defaults of the fields.
+    """
+    if not resume:
+        return load_recipe(default if recipe is None else recipe, kind, **changes)
+    if recipe is not None:
+        raise InputError(f"a resumed run follows its own {out / RECIPE}; leave the recipe out")
+    if not (out / RECIPE).is_file():
+        raise InputError(f"nothing to resume: there is no {out / RECIPE}; check --out")
+    return load_recipe(out / RECIPE, kind, **changes)
+
+
+def default_recipe(kind: type[AnyRecipe], name: str, changes: dict[str, Any]) -> str | None:
+    """`name` on the data that it is made for, which are the kind's default; None, the defaults, on other data."""
+    own = kind().data  # type: ignore[attr-defined]
+    return name if changes.get("data", own) == own else None

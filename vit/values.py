@@ -61,7 +61,8 @@ def from_json(values: Any, kind: Any, where: str) -> Any:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(values, dict):
             raise InputError(f"{where}: expected an object for {kind.__name__}, found {values!r}")
-        hints = typing.get_type_hints(kind)
+        every = typing.get_type_hints(kind)
+        hints = {field.name: every[field.name] for field in dataclasses.fields(kind)}  # no ClassVar
         if unknown := sorted(set(values) - set(hints)):
             raise InputError(f"{where}: unknown field {unknown[0]!r}; {kind.__name__} has {', '.join(hints)}")
         later = {field.name for field in dataclasses.fields(kind) if field.metadata.get("later")}
