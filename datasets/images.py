@@ -1,5 +1,6 @@
 """The one way to open an image file: fully decoded, upright RGB, or one InputError that names the file."""
 
+import io
 import os
 import re
 import stat
@@ -43,6 +44,25 @@ def open_image(
     if not isinstance(source, str | os.PathLike):
         name = getattr(source, "name", None)
         return _decode(source, name if isinstance(name, str) else "the image", background, max_pixels)
+    with _opened(source) as file:
+        return _decode(file, os.fspath(source), background, max_pixels)
+
+
+def open_bytes(data: bytes, name: str, background: tuple[int, int, int] = (255, 255, 255)) -> Image.Image:
+    """`open_image` of a file's bytes; `name` is what messages call it."""
+    return _decode(io.BytesIO(data), name, background, MAX_PIXELS)
+
+
+def file_bytes(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of a file. Raises InputError, as `open_image` does, for whatever keeps it from being read."""
+    with _opened(path) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise InputError(f"{shown(path)}: cannot be read ({_reason(error)})") from error
+
+
+def _opened(source: str | os.PathLike[str]) -> BinaryIO:
     name = os.fspath(source)
     try:
         file = open(source, "rb", opener=_at_once)  # noqa: SIM115
@@ -57,10 +77,10 @@ def open_image(
         else:
             problem = f"cannot be opened ({_reason(error)})"
         raise InputError(f"{shown(name)}: {problem}") from error
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise InputError(f"{shown(name)}: a pipe or a device, not an image file; save the picture to a file first")
-        return _decode(file, name, background, max_pixels)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(f"{shown(name)}: a pipe or a device, not an image file; save the picture to a file first")
+    return file
 
 
 def _at_once(path: str, flags: int) -> int:
@@ -76,7 +96,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 def _decode(file: BinaryIO, name: str, background: tuple[int, int, int], max_pixels: int) -> Image.Image:
     try:
-        with _truncation_is_an_error():
+        with truncation_is_an_error():
             return to_rgb(_header(file, max_pixels), background)
     except InputError as error:
         problem, cause = str(error), error.__cause__ or error
@@ -129,7 +149,7 @@ _found_setting = False
 
 
 @contextmanager
-def _truncation_is_an_error() -> Iterator[None]:
+def truncation_is_an_error() -> Iterator[None]:
     """Hold Pillow's process-wide leniency off; counted, so that threads still decode side by side."""
     global _decoding, _found_setting
     with _lock:

@@ -11,6 +11,10 @@ from regard.datasets.images import shown
 from regard.vit.errors import InputError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+_HEADER_NAMES = {
+    *("image", "question", "answer", "answers", "id"),
+    *("path", "file", "file_name", "filename", "label", "class", "category", "split"),
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def _csv(text: str, name: str) -> list[Row]:
 def _delimiter(header_line: str) -> str:
     def recognised(delimiter: str) -> int:
         names = {name.strip().strip('"') for name in header_line.split(delimiter)}
-        return len(names & {"image", "question", "answer", "answers", "id"})
+        return len(names & _HEADER_NAMES)
 
     return max(",;\t", key=recognised)
 
@@ -117,7 +121,7 @@ def _header(cells: list[str], where: str) -> list[str]:
 
 def _fields(header: list[str], cells: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = dict(zip(header, cells, strict=True))
-    for field, other in (("id", None), ("answers", "answer"), ("answer", "answers")):
+    for field, other in (("id", None), ("label", None), ("split", None), ("answers", "answer"), ("answer", "answers")):
         if (other is None or other in fields) and not fields.get(field, "").strip():
             fields.pop(field, None)  # an empty cell is an absent field where the row can do without it
     if "answers" in fields:

@@ -105,7 +105,7 @@ class Preprocess:
         """uint8 `(B, C, height, width)` to float32 with the model's mean and std, on the same device."""
         mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
         std = torch.tensor(self.std, device=pixels.device)[:, None, None]
-        return (pixels.float() / 255 - mean) / std
+        return pixels.to(torch.float32, copy=True).div_(255).sub_(mean).div_(std)  # a quarter of the memory
 
     def _cut(self, image: Image.Image, height: int, width: int) -> Image.Image:
         tall, wide = self._resized(image.height, image.width, height, width)
