@@ -23,9 +23,10 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from regard.train.finite import NonFiniteError
 from regard.train.interrupt import Interrupts
 from regard.train.logs import MetricsTable
-from regard.train.module import NonFiniteError
+from regard.train.module import RegardModule
 from regard.train.steps import train_batches
 from regard.vit.errors import InputError, reason
 from regard.vit.files import write_atomically
@@ -199,7 +200,7 @@ class Checkpoints(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # The weights are those after the last whole step, so the loop's counters of that moment go with them.
-        if isinstance(exception, NonFiniteError) and self._good is not None:
+        if isinstance(exception, NonFiniteError) and not exception.late and self._good is not None:
             self._rewind = self._good
             self._write(trainer, self.last)
 
@@ -222,6 +223,9 @@ class Checkpoints(Checkpoint):
         return better
 
     def _write(self, trainer: Trainer, path: Path) -> None:
+        module = trainer.lightning_module
+        if isinstance(module, RegardModule):
+            module.settle()
         # What a checkpoint has behind it is in the table: a resumed run logs only what comes after.
         for logger in trainer.loggers:
             if isinstance(logger, MetricsTable):

@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -77,3 +78,21 @@ class MetricsTable(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         self.write()
+
+
+class Events(TensorBoardLogger):
+    """TensorBoard's events in `logs`, which reach the disk every ten seconds and at the end.
+
+    Lightning flushes them, and waits for the disk, after every logged step.
+    """
+
+    def __init__(self, out: Path, resume_step: int | None = None) -> None:
+        super().__init__(out, name="logs", version="", default_hp_metric=False, purge_step=resume_step or 0)
+        self._written = time.monotonic()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Flush if the last time is long ago."""
+        if time.monotonic() - self._written > _SAVE_EVERY_S:
+            self._written = time.monotonic()
+            super().save()

@@ -11,32 +11,35 @@ import inspect
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from regard.train.cards import StartCard
 from regard.train.checkpoints import KEY, AtomicFiles, Checkpoints, load
+from regard.train.failures import explained
+from regard.train.folder import claim
 from regard.train.interrupt import Interrupted, Interrupts
-from regard.train.logs import MetricsTable
+from regard.train.limits import DEV_LIMITS, Limit, LogSpacing, TrialFolder
+from regard.train.logs import Events, MetricsTable
+from regard.train.memory import MemoryEstimate, needed
+from regard.train.meter import Meter
 from regard.train.module import RegardModule
+from regard.train.precision import precision_of
+from regard.train.profiling import Profile
 from regard.train.progress import progress_callbacks, quiet_lightning
 from regard.train.randomness import StepRandomness
-from regard.train.steps import batches_per_epoch, steps_per_epoch, total_steps, train_batches
+from regard.train.steps import batches_per_epoch, train_batches
+from regard.train.strategies import ShardedStrategy, strategy_of, unshard
 from regard.vit.errors import InputError, reason
-from regard.vit.files import typed_path, write_atomically
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from regard.vit.files import typed_path
 
 _OURS = {
     "max_epochs": "set the number of epochs with --epochs",
@@ -51,8 +54,8 @@ _OURS = {
     "min_steps": "a run is measured in epochs",
     "max_time": "send SIGTERM when the time is over; the run saves and stops",
     "val_check_interval": "validation runs after whole epochs; see check_val_every_n_epoch",
-    "overfit_batches": "it replaces the samplers; use limit_train_batches",
-    "fast_dev_run": "it writes no checkpoint; use limit_train_batches and limit_val_batches",
+    "overfit_batches": "it replaces the samplers; use --limit",
+    "fast_dev_run": "Lightning's writes no checkpoint; use --fast_dev_run",
     "reload_dataloaders_every_n_epochs": "the resumed position would be lost",
     "barebones": "it writes no checkpoint",
 }
@@ -69,6 +72,8 @@ class FitResult:
     epochs_done: int
     steps: int
     seconds: float
+    folder: TrialFolder | None = field(default=None, repr=False, compare=False)
+    """Of a trial run: the temporary folder that holds these files, and goes with this object."""
 
 
 def fit(
@@ -84,6 +89,10 @@ def fit(
     save_every_steps: int | None = None,
     trainer: dict[str, Any] | None = None,
     claimed: Callable[[], object] | None = None,
+    compile: bool = False,
+    limit: int | None = None,
+    fast_dev_run: bool = False,
+    profile: bool = False,
 ) -> FitResult:
     """Train to `epochs` epochs in the folder `out`, which gets the folders `checkpoints` and `logs`.
 
@@ -93,13 +102,23 @@ def fit(
     to an uninterrupted run. `trainer` holds arguments of Lightning's Trainer by name. `claimed` is called on
     the first rank once `out` is known to be free and writable, before anything is trained.
 
+    `compile` compiles each transformer block of `module.networks()`. `limit` lets an epoch use that many training
+    images, others in every epoch, and validation as many. `fast_dev_run` trains one epoch of a few batches in a
+    temporary folder, which lives as long as the result, to prove the configuration. `profile` prints at the end where
+    the time of a step goes, and writes a trace into `logs`.
+
     Raises InputError for what the user can mend, NonFiniteError when the loss or gradient is NaN, and
     Interrupted after Ctrl-C or SIGTERM, with `last.ckpt` saved.
     """
     began = time.monotonic()
-    out = typed_path(out)
+    trial = None
+    if fast_dev_run:
+        if resume:
+            raise InputError("fast_dev_run leaves nothing that could be resumed; leave out one of the two")
+        trial, epochs, trainer = TrialFolder(), 1, {**(trainer or {}), **DEV_LIMITS}
+    out = typed_path(out) if trial is None else trial.path
     last = out / "checkpoints" / "last.ckpt"
-    for name, value in {"epochs": epochs, "save_every_steps": save_every_steps}.items():
+    for name, value in {"epochs": epochs, "save_every_steps": save_every_steps, "limit": limit}.items():
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
     _check_arguments(trainer or {})
@@ -110,15 +129,23 @@ def fit(
     random_state = torch.get_rng_state()
     try:
         with ExitStack() as held, quiet_lightning(), Interrupts() as interrupts:
+            meter, card = Meter(), StartCard()
+            extra: list[Callback] = [card]
+            extra += [Limit(limit)] if limit is not None else []
+            extra += [Profile(out / "logs")] if profile else []
             built, checkpoints = _build(
-                out, trainer or {}, interrupts, position, epochs, seed, monitor, mode, save_every_steps
+                out, trainer or {}, interrupts, position, epochs, seed, monitor, mode, save_every_steps, meter, extra
             )
             if built.is_global_zero:
-                held.enter_context(_claim(out, resume))
+                held.enter_context(claim(out, resume))
                 if claimed is not None:
                     claimed()
+                card.memory = _memory(module, data, str(built.precision))
             module.train()
-            _run(built, module, data, last if resume else None)
+            module.compiled = compile
+            _run(built, module, data, last if resume else None, last)
+            if isinstance(built.strategy, ShardedStrategy):
+                unshard(module)
     except OSError as error:
         if error.errno not in _FULL_DISK:
             raise
@@ -133,7 +160,16 @@ def fit(
         epochs_done=checkpoints.epochs_done,
         steps=built.global_step,
         seconds=time.monotonic() - began,
+        folder=trial,
     )
+
+
+def _memory(module: RegardModule, data: LightningDataModule, precision: str) -> MemoryEstimate | None:
+    """What a step will take, for the card, where the module has one and the data a batch to try."""
+    example = getattr(data, "example", None)
+    if example is None or not module.card() or not hasattr(module, "losses"):
+        return None
+    return needed(module.train(), example(), precision)
 
 
 def _build(
@@ -146,6 +182,8 @@ def _build(
     monitor: str,
     mode: str,
     save_every_steps: int | None,
+    meter: Meter,
+    extra: list[Callback],
 ) -> tuple[Trainer, Checkpoints]:
     step = None if position is None else position["step"]
     checkpoints = Checkpoints(
@@ -157,14 +195,16 @@ def _build(
         interrupts=interrupts,
     )
     arguments = {"enable_model_summary": False, **arguments, "precision": precision_of(arguments)}
+    if "strategy" in arguments:
+        arguments["strategy"] = strategy_of(arguments["strategy"], arguments["precision"])
     plugins = arguments.pop("plugins", None)
-    progress = progress_callbacks() if arguments.pop("enable_progress_bar", True) else []
-    randomness = StepRandomness(seed)
-    spacing = _LogSpacing(arguments.get("log_every_n_steps"))
-    callbacks = [*progress, *_as_list(arguments.pop("callbacks", None)), randomness, spacing, checkpoints]
+    progress = progress_callbacks(meter) if arguments.pop("enable_progress_bar", True) else []
+    spacing = LogSpacing(arguments.get("log_every_n_steps"))
+    asked = _as_list(arguments.pop("callbacks", None))
+    callbacks = [meter, *extra, *progress, *asked, StepRandomness(seed), spacing, checkpoints]
     loggers = [
         MetricsTable(out / "logs" / "metrics.csv", step),
-        TensorBoardLogger(out, name="logs", version="", default_hp_metric=False, purge_step=step or 0),
+        Events(out, step),
     ]
     try:
         trainer = Trainer(
@@ -183,32 +223,22 @@ def _build(
     return trainer, checkpoints
 
 
-def _run(trainer: Trainer, module: RegardModule, data: LightningDataModule, checkpoint: Path | None) -> None:
+def _run(trainer: Trainer, module: RegardModule, data: LightningDataModule, start: Path | None, last: Path) -> None:
     # Signals are agreed on by Interrupts; Lightning's own agreement would wait for the device on every batch.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
     except BaseException as error:
         # Ranks that the launcher started would wait in a collective for the one that failed.
         graceful = isinstance(error, Interrupted) and not error.at_once
         launcher = trainer.strategy.launcher
         kill = getattr(launcher, "kill", None)
-        failed_first = isinstance(error, RuntimeError) and _refused(getattr(launcher, "procs", []))
+        said = explained(error, getattr(launcher, "procs", []), last)
         if kill is not None and not graceful:
             kill(signal.SIGKILL)
-        if failed_first:
-            raise InputError("another process of this run stopped the training; its message stands above") from error
-        if isinstance(error, MisconfigurationException):
-            raise InputError(f"Lightning refuses these trainer settings: {reason(error)}") from error
+        if said is not None:
+            raise said from error
         raise
-
-
-def _refused(processes: list[Any]) -> bool:
-    """Whether one of the launched ranks ended with a user's mistake: then a collective broke here, not we."""
-    until = time.monotonic() + 2
-    while time.monotonic() < until and processes and all(process.poll() is None for process in processes):
-        time.sleep(0.05)
-    return any(process.poll() == 2 for process in processes)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
@@ -226,15 +256,6 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
             raise InputError(f"trainer.{name} is {value!r}; it must be a whole number of at least 1")
     if odd := [c for c in _as_list(arguments.get("callbacks")) if not isinstance(c, Callback)]:
         raise InputError(f"trainer.callbacks holds {odd[0]!r}, which is no Callback; only Python can pass one")
-
-
-def precision_of(arguments: dict[str, Any]) -> str:
-    """The precision of a run with these arguments of the Trainer: as asked for, else what suits the device."""
-    if arguments.get("precision") is not None:
-        return str(arguments["precision"])
-    accelerator = arguments.get("accelerator", "auto")
-    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
 
 
 def _settings(trainer: Trainer, seed: int) -> dict[str, Any]:
@@ -258,47 +279,6 @@ def _resumed_position(last: Path) -> dict[str, Any]:
     return checkpoint[KEY]
 
 
-@contextmanager
-def _claim(out: Path, resume: bool) -> Iterator[None]:
-    """Hold `out` for this process alone; a killed one holds nothing."""
-    checkpoints = out / "checkpoints"
-    if not resume and (checkpoints / "last.ckpt").exists():
-        raise InputError(f"{out} already holds a run; pass --resume to go on with it, or another --out")
-    if not resume and (found := sorted(checkpoints.glob("*.ckpt"))):
-        raise InputError(f"{found[0]} is of a run without last.ckpt to resume from; remove it, or choose another --out")
-    lock = checkpoints / ".lock"
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        (out / "logs").mkdir(exist_ok=True)
-        file = lock.open("ab")
-    except OSError as error:
-        raise InputError(f"cannot write in {out}: {error.strerror}; choose another --out") from error
-    with file:
-        try:
-            # Not flock: forked data workers would inherit that, and outlive a killed trainer for seconds.
-            if fcntl is not None:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"another process is training in {out}; wait for it, or choose another --out") from error
-        try:
-            _tidy(checkpoints)
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-
-
-def _tidy(checkpoints: Path) -> None:
-    """Make sure that files can be written, and remove what a killed run was writing when it died."""
-    probe = checkpoints / ".probe"
-    try:
-        write_atomically(probe, lambda file: file.write(b"probe"))
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"cannot write in {checkpoints}: {error.strerror}; choose another --out") from error
-    for leftover in checkpoints.glob(".*.part"):
-        leftover.unlink(missing_ok=True)
-
-
 def _finished(module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float) -> FitResult:
     module.on_load_checkpoint(checkpoint := load(last))
     module.load_state_dict(checkpoint["state_dict"])
@@ -319,15 +299,3 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-class _LogSpacing(Callback):
-    """Logs a step in fifty at most and a hundred rows at least, so that a short run has curves too."""
-
-    def __init__(self, asked: int | None) -> None:
-        self.asked = asked
-
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if self.asked is None:
-            every = max(1, min(50, total_steps(trainer) // 100, steps_per_epoch(trainer)))
-            trainer.log_every_n_steps = every  # type: ignore[attr-defined]

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard.train.building import freezes_vit, starts_pretrained
-from regard.train.loop import precision_of
-from regard.train.questions import Batch
+from regard.train.precision import precision_of
 from regard.train.recipe import AnswerRecipe
 
 GIB = 2**30
@@ -50,8 +49,8 @@ class MemoryEstimate:
         return f"about {self.total / GIB:.3g} GiB for training on each device ({parts})"
 
 
-def estimate(module: nn.Module, batch: Batch, autocast: torch.dtype | None = None) -> MemoryEstimate:
-    """The memory of one step of `module`, whose `losses(batch)` are per question, `(Q,)`.
+def estimate(module: nn.Module, batch: Any, autocast: torch.dtype | None = None) -> MemoryEstimate:
+    """The memory of one step of `module`, whose `losses(batch)` are one per sample, or already their sum.
 
     `batch` is looked at for its shapes alone. `autocast` is the dtype of mixed precision, None for none.
     The model stays as it is, and so does the random state.
@@ -74,13 +73,18 @@ def estimate(module: nn.Module, batch: Batch, autocast: torch.dtype | None = Non
     return MemoryEstimate(held, gradients, _MOMENTS * gradients, max(forward, alive.peak - gradients))
 
 
-def told(recipe: AnswerRecipe, module: nn.Module, batch: Batch) -> str:
-    """What a run will need, and where that is more than there is, what to turn."""
-    precision = precision_of(recipe.trainer)
+def needed(module: nn.Module, batch: Any, precision: str) -> MemoryEstimate:
+    """The same for a precision of Lightning's Trainer, such as `bf16-mixed`."""
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     need = estimate(module, batch, half)
     if precision in ("bf16-true", "16-true"):  # the weights become so when the run starts
-        need = MemoryEstimate(*(size // 2 for size in vars(need).values()))
+        return MemoryEstimate(*(size // 2 for size in vars(need).values()))
+    return need
+
+
+def told(recipe: AnswerRecipe, module: nn.Module, batch: Any) -> str:
+    """What a run will need, and where that is more than there is, what to turn."""
+    need = needed(module, batch, precision_of(recipe.trainer))
     there = available(str(recipe.trainer.get("accelerator", "auto")))
     if there is None or need.total <= there[0]:
         return f"memory: {need}"
@@ -109,7 +113,7 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Any) -> Tensor:
         losses: Any = self.module.losses
         return losses(batch).sum()
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.crossattn import ImageQA
 from regard.crossattn.text import TextLayer
 from regard.vit.blocks import Block
 
 
-def recompute_layers(model: ImageQA) -> int:
+def recompute_layers(model: nn.Module) -> int:
     """Have every block of the image side and every layer of text and decoder computed again; returns how many.
 
     Outputs and gradients stay the same, dropout's choices among them. Names of weights do too.

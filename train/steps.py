@@ -1,5 +1,6 @@
 """How many batches and optimizer steps a run has, from the data and the trainer's limits alone."""
 
+import torch
 from lightning.pytorch import Trainer
 
 from regard.train.sampling import TrainBatches
@@ -37,3 +38,9 @@ def epochs(trainer: Trainer) -> int:
     """Epochs of the whole run; `fit` always sets them."""
     assert trainer.max_epochs is not None
     return trainer.max_epochs
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks and writes for the run, also when its trainer is gone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0

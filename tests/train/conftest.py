@@ -22,13 +22,31 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     The processes fork from a server that has imported Lightning once, so each starts in milliseconds.
     With `world`, there are so many ranks; the exit code and the report are those of rank 0.
     """
+    return _runner("toy_run", tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="session")
+def picture_run(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """As `toy`, of `picture_run.run(out, ...)`: a task on one small set of pictures."""
+    import picture_run
+
+    run = _runner("picture_run", tmp_path_factory.mktemp("reports"))
+    data = str(picture_run.draw(tmp_path_factory.mktemp("data") / "pictures"))
+    return lambda out, **options: run(out, **{"data": data, **options})
+
+
+@pytest.fixture(scope="session")
+def vit_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """As `toy`, of `vit_run.run(out, ...)`: a tiny ViT beside a teacher."""
+    return _runner("vit_run", tmp_path_factory.mktemp("reports"))
+
+
+def _runner(script: str, reports: Path) -> Toy:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["toy_run"])
-    reports = tmp_path_factory.mktemp("reports")
+    context.set_forkserver_preload(["toy_run", "vit_run", "picture_run"])
 
     def run(out: Path, world: int = 1, **options: Any) -> tuple[int, dict[str, Any] | None]:
-        import toy_run
-
+        target = __import__(script).run
         processes, files = [], [reports / f"{rank}.json" for rank in range(world)]
         port = free_port() if world > 1 else 0
         for rank, file in enumerate(files):
@@ -43,7 +61,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
                     "MASTER_PORT": str(port),
                 }
                 mine["trainer"] = {"devices": world, "strategy": "ddp", **options.get("trainer", {})}
-            processes.append(context.Process(target=toy_run.run, args=(str(out),), kwargs=mine))
+            processes.append(context.Process(target=target, args=(str(out),), kwargs=mine))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)
             for process in processes:

@@ -13,7 +13,7 @@ from regard.datasets import load_questions
 from regard.train.answer import train_answer
 from regard.train.checkpoints import load
 from regard.train.evaluate import evaluate_answer
-from regard.train.loop import _claim
+from regard.train.folder import claim
 from regard.train.recipe import load_recipe
 from regard.train.sampling import EvalBatches, TrainBatches
 from regard.vit.errors import InputError
@@ -68,12 +68,12 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     import sys
 
     second = (
-        "import sys\nfrom pathlib import Path\nfrom regard.train.loop import _claim\n"
+        "import sys\nfrom pathlib import Path\nfrom regard.train.folder import claim\n"
         "from regard.vit.errors import InputError\n"
-        "try:\n  _claim(Path(sys.argv[1]), False).__enter__()\nexcept InputError as error:\n  sys.exit(str(error))\n"
+        "try:\n  claim(Path(sys.argv[1]), False).__enter__()\nexcept InputError as error:\n  sys.exit(str(error))\n"
     )
     command = [sys.executable, "-c", second, str(tmp_path)]
-    with _claim(tmp_path, resume=False):
+    with claim(tmp_path, resume=False):
         ran = subprocess.run(command, capture_output=True, text=True)
         assert ran.returncode == 1
         assert "another process is training" in ran.stderr

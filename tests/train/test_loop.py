@@ -14,8 +14,9 @@ import torch
 import toy_run
 from torch import nn
 
+from regard.train.finite import NonFiniteError
 from regard.train.loop import fit
-from regard.train.module import NonFiniteError, RegardModule
+from regard.train.module import RegardModule
 
 
 def rows(out: Path, column: str) -> list[float]:
@@ -210,7 +211,7 @@ def test_without_a_terminal_there_is_one_line_an_epoch_and_no_noise(
     assert f"train loss {sum(logged) / len(logged):.4f}" in lines[1]
 
 
-def test_on_a_terminal_the_lines_stay_above_a_bar(
+def test_on_a_terminal_the_lines_stay_above_a_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -219,7 +220,7 @@ def test_on_a_terminal_the_lines_stay_above_a_bar(
     fit(toy_run.Module(), toy_run.Data(4), out=tmp_path, epochs=2, seed=1, trainer=report)
     said = capsys.readouterr().err
     assert "epoch 1/2  train loss" in said
-    assert "Epoch 1/1" in said
+    assert "epoch 1/2  batch 1/10  train loss" in said
 
 
 def test_nothing_global_is_left_changed(tmp_path: Path) -> None:

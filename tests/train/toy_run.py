@@ -2,7 +2,8 @@
 
 An MLP with dropout learns 40 points; 13 more are for validation, a number that 2 does not divide.
 The result goes to `report` as JSON. `kill` names a moment at which the process sends itself `signum`,
-e.g. ["batch", epoch, batch].
+e.g. ["batch", epoch, batch]; `kill_rank` names the one rank that does so. `fatal` is an (epoch, sample) at which a data
+worker kills itself.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchmetrics import SumMetric
 
 from regard.train import module as train_module
@@ -32,7 +33,8 @@ SEED = 7
 
 
 class Points(Dataset):
-    def __init__(self, size: int, first: int, poison: int | None = None) -> None:
+    def __init__(self, size: int, first: int, poison: int | None = None, fatal: list[int] | None = None) -> None:
+        self.fatal = fatal
         generator = torch.Generator().manual_seed(first)
         self.x = torch.randn(size, FEATURES, generator=generator)
         self.y = (self.x.sum(1) + 2.0 * torch.randn(size, generator=generator) > 0).long()
@@ -44,6 +46,8 @@ class Points(Dataset):
         return len(self.x)
 
     def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+        if self.fatal == [draw.epoch, draw.index] and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
         x = self.x[draw.index]
         if self.noisy:
             generator = torch.Generator().manual_seed(sample_seed(SEED, draw.epoch, draw.index))
@@ -52,8 +56,11 @@ class Points(Dataset):
 
 
 class Data(LightningDataModule):
-    def __init__(self, batch_size: int, poison: int | None = None, workers: int = 0) -> None:
+    def __init__(
+        self, batch_size: int, poison: int | None = None, workers: int = 0, fatal: list[int] | None = None
+    ) -> None:
         super().__init__()
+        self.fatal = fatal
         self.batch_size, self.poison, self.workers = batch_size, poison, workers
 
     def setup(self, stage: str) -> None:
@@ -62,7 +69,7 @@ class Data(LightningDataModule):
         self.val_batches = EvalBatches(HELD_OUT, self.batch_size, **ranks)
 
     def train_dataloader(self) -> DataLoader:
-        points = Points(SAMPLES, 0, self.poison)
+        points = Points(SAMPLES, 0, self.poison, self.fatal)
         return DataLoader(
             points,
             batch_sampler=self.train_batches,
@@ -106,11 +113,12 @@ class Module(train_module.RegardModule):
 class Moment(Callback):
     """Sends this process a signal at a named moment of the training."""
 
-    def __init__(self, moment: list[Any], signum: int) -> None:
-        self.moment, self.signum = moment, signum
+    def __init__(self, moment: list[Any], signum: int, rank: int | None = None) -> None:
+        self.moment, self.signum, self.rank = moment, signum, rank
 
     def _reached(self, *moment: Any) -> None:
-        if list(moment) == self.moment:
+        here = self.rank is None or int(os.environ.get("LOCAL_RANK", 0)) == self.rank
+        if here and list(moment) == self.moment:
             os.kill(os.getpid(), self.signum)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -143,6 +151,8 @@ def run(
     batch_size: int = 4,
     kill: list[Any] | None = None,
     signum: int = signal.SIGKILL,
+    kill_rank: int | None = None,
+    fatal: list[int] | None = None,
     accumulate: int = 1,
     poison: int | None = None,
     workers: int = 0,
@@ -161,13 +171,13 @@ def run(
         "devices": 1,
         "accumulate_grad_batches": accumulate,
         "enable_progress_bar": False,
-        "callbacks": [Moment(kill, signum)] if kill else [],
+        "callbacks": [Moment(kill, signum, kill_rank)] if kill else [],
         **(trainer or {}),
     }
     result: dict[str, Any] = {}
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            data = Data(batch_size, poison, workers)
+            data = Data(batch_size, poison, workers, fatal)
             done = fit(net, data, out=out, epochs=epochs, seed=SEED, trainer=arguments, **options)
             result.update(score=done.best_score, epochs=done.epochs_done, steps=done.steps)
         except InputError as error:
@@ -175,7 +185,10 @@ def run(
         except Interrupted as error:
             result.update(error=f"{error}", exit_code=error.exit_code)
     result["stderr"] = said.getvalue()
-    weights = net.net.state_dict()
+    # A sharded run that failed leaves pieces, and nobody to gather them with.
+    weights = {
+        name: value.to_local() if hasattr(value, "to_local") else value for name, value in net.net.state_dict().items()
+    }
     flat = torch.cat([value.flatten() for value in weights.values()]).tolist()
     result.update(weights=digest(weights), flat=flat, seen=net.seen)
     if report is not None:
