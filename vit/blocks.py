@@ -85,11 +85,29 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, drop the residual branch of a sample with probability `rate`."""
+    """Stochastic depth: in training, drop the residual branch of a sample with probability `rate`.
+
+    With `subset` a block computes a branch only for the samples that keep it, the share 1 - `rate` of the batch rounded
+    down (Oquab et al., 2023, arXiv:2304.07193, section 5); `forward` throws away what was computed for the others.
+    """
 
     def __init__(self, rate: float):
         super().__init__()
         self.rate = rate
+        self.subset = False
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether branches are to be added by `add`."""
+        return self.subset and self.training and self.rate > 0
+
+    def add(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """`x (B, …)`, plus `branch` of a random subset of its samples where they are, scaled up to the whole's mean."""
+        batch = x.shape[0]
+        kept = max(int(batch * (1 - self.rate)), 1)
+        rows = torch.randperm(batch, device=x.device)[:kept]
+        added = branch(x.index_select(0, rows)) * (batch / kept)
+        return x.index_add(0, rows, added.to(x.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.rate == 0.0:
@@ -129,8 +147,8 @@ class Block(nn.Module):
             z = self.attn.join(*self.attn.project(self.norm1(x), rotary=rotary))
             x = self._add(x, z, self.attn.out, self.scale1)
             return self._edited(self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2))
-        x = x + self.drop_path(self.scale1(self.attn(self.norm1(x), rotary=rotary)))
-        return self._edited(x + self.drop_path(self.scale2(self.mlp(self.norm2(x)))))
+        x = self._plus(x, lambda x: self.scale1(self.attn(self.norm1(x), rotary=rotary)))
+        return self._edited(self._plus(x, lambda x: self.scale2(self.mlp(self.norm2(x)))))
 
     def finish(self, x: Tensor, z: Tensor, kv: KeysValues) -> Tensor:
         """The rest of the block, once its heads have put out `z (B, H, N, K)` for the stream `x (B, N, D)`."""
@@ -140,6 +158,12 @@ class Block(nn.Module):
             return self._edited(self._add(x, self.mlp.inner(self.norm2(x)), self.mlp.fc2, self.scale2))
         x = x + self.drop_path(self.scale1(self.attn.out(attended)))
         return self._edited(x + self.drop_path(self.scale2(self.mlp(self.norm2(x)))))
+
+    def _plus(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        drop_path = self.drop_path
+        if isinstance(drop_path, DropPath) and drop_path.leaves_out:
+            return drop_path.add(x, branch)
+        return x + drop_path(branch(x))
 
     def _edited(self, x: Tensor) -> Tensor:
         return x if self.edit is None else self.edit(x)

@@ -163,12 +163,13 @@ class ViT(nn.Module):
         """Turns a picture into the tensor this model expects."""
         return self.config.preprocess
 
-    def forward(self, images: Tensor) -> Tokens:
+    def forward(self, images: Tensor, masked: tuple[Tensor, Tensor] | None = None) -> Tokens:
         """`images (B, C, height, width)`, preprocessed, to the last layer's tokens, normed as `norm_place` says.
 
+        `masked` are bool `(B, N)` and a token `(D,)` that stands for the patches where it is True.
         Raises InputError for a wrong number of channels, or a size that the size policy `error` refuses.
         """
-        x, grid = self.embed(images)
+        x, grid = self.embed(images, masked)
         rotary = self.rotary(grid, x.device)
         for block in self.blocks:
             x = block(x, rotary)
@@ -204,9 +205,11 @@ class ViT(nn.Module):
             x = block(x, rotary)
             yield x, grid
 
-    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def embed(self, images: Tensor, masked: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
         """Patches, class token and registers with their positions, `(B, S, D)`, and the grid."""
         patches, grid = self.tokenizer(images)
+        if masked is not None:
+            patches = torch.where(masked[0][..., None], masked[1].to(patches.dtype), patches)
         prefix = [t for t in (self.cls if self.cls is None else self.cls[None], self.registers) if t is not None]
         special = torch.cat(prefix) if prefix else patches.new_zeros(0, patches.shape[2])
         at_special, at_patches = self._position_tables(grid, patches.device)
