@@ -6,6 +6,7 @@ May import: `regard.vit`. Never Lightning, never data sets.
 from regard.crossattn.answers import Answer
 from regard.crossattn.config import ImageQAConfig
 from regard.crossattn.cross_attention import CrossAttention
+from regard.crossattn.lookup import lookup, mixture, nearest
 from regard.crossattn.memory import Memory
 from regard.crossattn.model import ImageQA
 from regard.crossattn.text import TextConfig, TextEncoder
@@ -22,4 +23,7 @@ __all__ = [
     "TextEncoder",
     "TextTokenizer",
     "WordMaps",
+    "lookup",
+    "mixture",
+    "nearest",
 ]

@@ -51,7 +51,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def depth_factors(model: ImageQA, layer_decay: float, new: Sequence[str] = ()) -> dict[nn.Parameter, float]:
+def depth_factors(model: ImageQA | ViT, layer_decay: float, new: Sequence[str] = ()) -> dict[nn.Parameter, float]:
     """The factor on the learning rate of each parameter by its depth: deep ones, near the input, move least.
 
     In a ViT, a text encoder or a decoder of L layers, layer l of 1 to L gets `layer_decay ** (L + 1 - l)`, and what
@@ -60,12 +60,12 @@ def depth_factors(model: ImageQA, layer_decay: float, new: Sequence[str] = ()) -
     (Clark et al., 2020, arXiv:2003.10555; Bao et al., 2022, arXiv:2106.08254.)
     """
     factors: dict[nn.Parameter, float] = {}
-    towers: list[tuple[str, Any, Any]] = [
-        ("vit", model.vit, model.vit.blocks),
-        ("text", model.text, model.text.layers),
-    ]
-    if model.decoder is not None:
-        towers.append(("decoder", model.decoder.body, model.decoder.body.layers))
+    vit = model if isinstance(model, ViT) else model.vit
+    towers: list[tuple[str, Any, Any]] = [("vit", vit, vit.blocks)]
+    if isinstance(model, ImageQA):
+        towers.append(("text", model.text, model.text.layers))
+        if model.decoder is not None:
+            towers.append(("decoder", model.decoder.body, model.decoder.body.layers))
     for name, tower, layers in towers:
         if name in new:
             continue
@@ -78,7 +78,7 @@ def depth_factors(model: ImageQA, layer_decay: float, new: Sequence[str] = ()) -
                 factors |= {p: 1.0 for part in (cross, layer.norm2) for p in part.parameters()}
         # A post-norm encoder has this norm on its embeddings.
         last = [] if getattr(tower.config, "norm", "pre") == "post" else [tower.norm]
-        last += [tower.pool] if isinstance(tower, ViT) else []
+        last += [part for part in (tower.pool, tower.head) if part is not None] if isinstance(tower, ViT) else []
         factors |= {parameter: 1.0 for part in last for parameter in part.parameters()}
     factors |= {p: 1.0 for part in model.modules() if isinstance(part, LoRALinear) for p in (part.down, part.up)}
     return factors
@@ -116,11 +116,12 @@ def configure(
     betas: tuple[float, float] = (0.9, 0.999),
     fused: bool | None = None,
     factors: Mapping[nn.Parameter, float] | None = None,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> dict[str, Any]:
     """AdamW and its schedule in the form that `LightningModule.configure_optimizers` returns.
 
     `total_steps` and `warmup_steps` are optimizer steps. `fused=None` fuses where all parameters are on a
-    GPU. `factors` are on the learning rate of single parameters.
+    GPU. `factors` are on the learning rate of single parameters. `make` builds another optimizer from what AdamW takes.
     """
     groups = parameter_groups(module, weight_decay, factors)
     for group in groups:
@@ -128,7 +129,7 @@ def configure(
             group["lr"] = lr * group["factor"]
     if fused is None:
         fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
+    optimizer = make(groups, lr=lr, betas=betas, fused=fused or None)
     factor = warmup_cosine(total_steps, warmup_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
