@@ -19,8 +19,13 @@ _VERBS = """verbs:
   demo                 train on easy-VQA, ask, draw: the main job in minutes on a CPU
   ask IMAGE QUESTION…  answers with probabilities, and a map for every word
   look IMAGE           where the tokens of a ViT look, head by head; also a folder or a video
+  train classify       train a ViT with labels, from scratch or from any weights
+  train distill        train a ViT without labels, by self-distillation (DINO)
   train answer         train a model that answers questions about images
+  evaluate classify    score a classifier; also knn (neighbours of its features) and linear (a probe on them)
   evaluate answer      score a model on a question set
+  check PATH           what is in a data set of pictures, and what is broken in it
+  shard SOURCE         write a data set as tar files, for sets larger than one machine
   export MODEL         write a ViT for timm, transformers, torchvision, dinov2, ONNX or torch.export
   doctor               what is installed, and what this machine can do
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -147,45 +148,57 @@ def _typed_questions() -> Iterator[str]:
             return
 
 
-def _look(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.look, "image")
+def _of(function: str, *positional: str) -> _Build:
+    """The parser of a verb that is one function."""
+
+    def build(verb: tuple[str, ...]) -> ArgumentParser:
+        return _function(verb, getattr(regard, function), *positional)
+
+    return build
 
 
-def _evaluate(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.evaluate_answer)
-
-
-def _demo(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.demo)
-
-
-def _export(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.export, "model")
-
-
-def _doctor(verb: tuple[str, ...]) -> ArgumentParser:
-    return _function(verb, regard.doctor)
+_RECIPES = {
+    "answer": ("regard.train.recipe", "AnswerRecipe"),
+    "classify": ("regard.train.classify.recipe", "ClassifyRecipe"),
+    "distill": ("regard.train.distill.recipe", "DistillRecipe"),
+}
 
 
 def _train(verb: tuple[str, ...]) -> ArgumentParser:
-    from regard.train.recipe import AnswerRecipe, load_recipe, names
+    from regard.train.recipe import load_recipe, names
 
-    parser = _parser(verb, "Train a model that answers questions about images.")
-    parser.add_argument("--recipe", type=str, help=f"one of {', '.join(names())}, or a YAML file (default: easy_vqa)")
-    parser.add_argument("--out", type=str, help="folder of the run (default: runs/answer)")
+    task = verb[1]
+    module, name = _RECIPES[task]
+    kind = getattr(import_module(module), name)
+    parser = _parser(verb, getattr(regard, f"train_{task}").__doc__ or "")
+    default = "easy_vqa" if task == "answer" else "fashion_mnist for that set; for other data what stands here"
+    parser.add_argument(
+        "--recipe", type=str, help=f"one of {', '.join(names(kind))}, or a YAML file (default: {default})"
+    )
+    parser.add_argument("--out", type=str, help=f"folder of the run (default: runs/{task})")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_class_arguments(AnswerRecipe, skip={"about"})
-    own = vars(load_recipe())
+    parser.add_argument("--limit", type=int, help="use so many training images an epoch, others in each")
+    parser.add_argument(
+        "--fast_dev_run", action="store_true", help="a few steps that prove the settings; keeps nothing"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="tell where a step's time goes; a trace goes to OUT/logs"
+    )
+    parser.add_class_arguments(kind, skip={"about"})
+    own = vars(load_recipe("easy_vqa" if task == "answer" else None, kind))
     parser.set_defaults({name: value for name, value in own.items() if name != "about"})  # what --help tells
     return _with_json(parser)
 
 
-def _run_train(given: dict[str, Any]) -> int:
-    as_json = given.pop("json", False)
-    trained = regard.train_answer(given.pop("recipe", None), **given)
-    from lightning.pytorch.utilities import rank_zero_only
+def _run_train(task: str) -> _Run:
+    def run(given: dict[str, Any]) -> int:
+        as_json = given.pop("json", False)
+        trained = getattr(regard, f"train_{task}")(given.pop("recipe", None), **given)
+        from lightning.pytorch.utilities import rank_zero_only
 
-    return _show(trained, as_json) if rank_zero_only.rank == 0 else 0  # type: ignore[attr-defined]
+        return _show(trained, as_json) if rank_zero_only.rank == 0 else 0  # type: ignore[attr-defined]
+
+    return run
 
 
 def _run(function: str) -> Callable[[dict[str, Any]], int]:
@@ -201,12 +214,25 @@ def _run_doctor(given: dict[str, Any]) -> int:
     return _show(diagnosis, given.get("json", False)) or int(bool(diagnosis.missing))
 
 
+def _run_check(given: dict[str, Any]) -> int:
+    as_json = given.pop("json", False)
+    checked = regard.check(**given)
+    return _show(checked, as_json) or int(not checked.fine)
+
+
 COMMANDS: dict[tuple[str, ...], tuple[_Build, _Run]] = {
-    ("demo",): (_demo, _run("demo")),
+    ("demo",): (_of("demo"), _run("demo")),
     ("ask",): (_ask, _run_ask),
-    ("look",): (_look, _run("look")),
-    ("train", "answer"): (_train, _run_train),
-    ("evaluate", "answer"): (_evaluate, _run("evaluate_answer")),
-    ("export",): (_export, _run("export")),
-    ("doctor",): (_doctor, _run_doctor),
+    ("look",): (_of("look", "image"), _run("look")),
+    ("train", "answer"): (_train, _run_train("answer")),
+    ("train", "classify"): (_train, _run_train("classify")),
+    ("train", "distill"): (_train, _run_train("distill")),
+    ("evaluate", "answer"): (_of("evaluate_answer"), _run("evaluate_answer")),
+    ("evaluate", "classify"): (_of("evaluate_classify"), _run("evaluate_classify")),
+    ("evaluate", "knn"): (_of("evaluate_knn"), _run("evaluate_knn")),
+    ("evaluate", "linear"): (_of("evaluate_linear"), _run("evaluate_linear")),
+    ("check",): (_of("check", "path"), _run_check),
+    ("shard",): (_of("shard", "source"), _run("shard")),
+    ("export",): (_of("export", "model"), _run("export")),
+    ("doctor",): (_of("doctor"), _run_doctor),
 }

@@ -1,13 +1,11 @@
 """The task `answer`: train an ImageQA to answer questions about images."""
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -17,19 +15,18 @@ from regard.datasets import load_questions, require_coverage
 from regard.train import memory
 from regard.train.building import build, new_parts
 from regard.train.checkpoints import load
-from regard.train.loop import FitResult, fit
+from regard.train.loop import fit
 from regard.train.module import RegardModule
 from regard.train.optim import depth_factors
 from regard.train.questions import Batch, QuestionBatches, QuestionData, fits_in_memory
-from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
+from regard.train.recipe import RECIPE, AnswerRecipe, run_recipe, save_recipe
+from regard.train.result import MODEL, Trained
 from regard.train.scoring import losses, read, right
-from regard.train.steps import total_steps
+from regard.train.steps import is_first_rank, total_steps
 from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
 from regard.vit.lora import has_lora, merge_lora
-
-MODEL, RECIPE = "model", "recipe.yaml"
 
 
 class AnswerModule(RegardModule):
@@ -89,72 +86,60 @@ class AnswerModule(RegardModule):
 
 
 @dataclass(frozen=True)
-class TrainedAnswers:
+class TrainedAnswers(Trained):
     """A finished run: the model folder that `ImageQA.from_pretrained` opens, and how training went."""
 
-    model: Path
-    fit: FitResult
-    data: str
-
-    def as_dict(self) -> dict[str, Any]:
-        fit = self.fit
-        return {
-            "model": str(self.model),
-            "best_checkpoint": str(fit.best) if fit.best else None,
-            "last_checkpoint": str(fit.last),
-            "held_out_accuracy": fit.best_score,
-            "epochs": fit.epochs_done,
-            "steps": fit.steps,
-            "seconds": round(fit.seconds, 1),
-        }
-
-    def __str__(self) -> str:
-        fit = self.fit
-        score = "" if fit.best_score is None else f", best held-out accuracy {fit.best_score:.2%}"
-        return "\n".join(
-            [
-                f"trained {fit.epochs_done} epochs in {fit.seconds:.0f} s{score}",
-                f"model: {self.model}",
-                f"try next: regard evaluate answer --model {self.model.parent} --data {shlex.quote(self.data)}",
-            ]
-        )
+    def next_commands(self) -> list[str]:
+        run, data = self.quoted
+        return [f"try next: regard evaluate answer --model {run} --data {data}"]
 
 
 def train_answer(
-    recipe: str | Path | None = None, *, out: str | Path = "runs/answer", resume: bool = False, **changes: Any
+    recipe: str | Path | None = None,
+    *,
+    out: str | Path = "runs/answer",
+    resume: bool = False,
+    limit: int | None = None,
+    fast_dev_run: bool = False,
+    profile: bool = False,
+    **changes: Any,
 ) -> TrainedAnswers:
     """Train an ImageQA as a recipe says, in the folder `out`; the best epoch's weights go to `out/model`.
 
     `recipe` is a name or a YAML file (default `easy_vqa`), `changes` any field of `AnswerRecipe`. With `resume` the
-    run in `out` goes on, with its own recipe, to the weights it would have reached uninterrupted.
+    run in `out` goes on, with its own recipe, to the weights it would have reached uninterrupted. `limit`,
+    `fast_dev_run` and `profile` are as in `regard.train.loop.fit`.
     Raises InputError for what the user can mend, Interrupted after Ctrl-C or SIGTERM.
     """
-    out = typed_path(out)
-    settings = _settings(recipe, out, resume, changes)
+    folder = typed_path(out)
+    settings = run_recipe(AnswerRecipe, "easy_vqa", recipe, folder, resume, changes)
     module, data = prepare(settings)
     result = fit(
         module,
         data,
-        out=out,
+        out=folder,
         epochs=settings.epochs,
         seed=settings.seed,
         resume=resume,
         save_every_steps=settings.save_every_steps,
         trainer=settings.trainer,
-        claimed=lambda: _claim(settings, out, module, data),
+        claimed=lambda: _claim(settings, None if fast_dev_run else folder, module, data),
+        limit=limit,
+        fast_dev_run=fast_dev_run,
+        profile=profile,
     )
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-        return TrainedAnswers(out / MODEL, result, settings.data)
-    best = load(result.best or result.last)["state_dict"]
-    module.load_state_dict(best)
-    merge_lora(module.model)
-    module.model.cpu().save_pretrained(out / MODEL)
-    return TrainedAnswers(out / MODEL, result, settings.data)
+    place = (folder if result.folder is None else result.folder.path) / MODEL
+    if is_first_rank():
+        module.load_state_dict(load(result.best or result.last)["state_dict"])
+        merge_lora(module.model)
+        module.model.cpu().save_pretrained(place)
+    return TrainedAnswers(place, result, settings.data)
 
 
-def _claim(settings: AnswerRecipe, out: Path, module: AnswerModule, data: QuestionData) -> None:
-    require_place(out / MODEL, TOKENIZER)  # before the training, not after it
-    save_recipe(settings, out / RECIPE)
+def _claim(settings: AnswerRecipe, out: Path | None, module: AnswerModule, data: QuestionData) -> None:
+    if out is not None:  # a trial keeps nothing
+        require_place(out / MODEL, TOKENIZER)  # before the training, not after it
+        save_recipe(settings, out / RECIPE)
     training, held_out = (
         f"{len(part)} images with {sum(len(image.questions) for image in part.images)} questions"
         for part in (data.training, data.held_out)
@@ -220,14 +205,3 @@ def prepare(recipe: AnswerRecipe) -> tuple[AnswerModule, QuestionData]:
         clip_norm=recipe.clip_norm,
     )
     return module, data
-
-
-def _settings(recipe: str | Path | None, out: Path, resume: bool, changes: dict[str, Any]) -> AnswerRecipe:
-    """A new run follows the recipe asked for; a resumed one its own, kept in its folder."""
-    if not resume:
-        return load_recipe("easy_vqa" if recipe is None else recipe, **changes)
-    if recipe is not None:
-        raise InputError(f"a resumed run follows its own {out / RECIPE}; leave the recipe out")
-    if not (out / RECIPE).is_file():
-        raise InputError(f"nothing to resume: there is no {out / RECIPE}; check --out")
-    return load_recipe(out / RECIPE, **changes)

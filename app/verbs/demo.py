@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from regard.datasets import QuestionedImage, QuestionSet, load_questions
-from regard.train.answer import MODEL, train_answer
+from regard.train.answer import train_answer
 from regard.train.evaluate import Score
+from regard.train.result import MODEL
 from regard.verbs.ask import Asked, ask
 from regard.verbs.evaluate import evaluate_answer
 from regard.vit import checkpoint

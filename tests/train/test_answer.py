@@ -21,7 +21,7 @@ from regard.datasets import Question, QuestionedImage, QuestionSet, load_questio
 from regard.train import answer as answer_task
 from regard.train.answer import prepare, train_answer
 from regard.train.evaluate import evaluate_answer
-from regard.train.module import NonFiniteError
+from regard.train.finite import NonFiniteError
 from regard.train.optim import parameter_groups
 from regard.train.questions import Batch, QuestionBatches
 from regard.train.recipe import AnswerRecipe, load_recipe, save_recipe
