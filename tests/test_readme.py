@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
 README = Path(__file__).parent.parent / "README.md"
@@ -20,12 +21,18 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as the README supposes it: a model in demo, a photo, a table of questions."""
+    """A folder as the README supposes it: a model in demo, a photo, a table of questions, photos of cats and dogs."""
     shutil.copytree(trained, tmp_path / "demo")
     for name in ("photo.png", "other.png", "third.png"):
         picture = Image.new("RGB", (90, 60), "ivory")
         ImageDraw.Draw(picture).ellipse((30, 20, 50, 40), fill="blue")
         picture.save(tmp_path / name)
+    noise = torch.Generator().manual_seed(0)
+    for kind in ("cat", "dog"):
+        (tmp_path / "photos" / kind).mkdir(parents=True)
+        for number in range(8):
+            pixels = torch.randint(0, 256, (40, 48, 3), generator=noise, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(tmp_path / "photos" / kind / f"{number}.png")
     rows = [{"image": f"{name}.png", "question": "is it red?", "answer": "no"} for name in ("photo", "other", "third")]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.chdir(tmp_path)
