@@ -15,15 +15,14 @@ callbacks, so that its start and its checkpoint at the end are not counted as st
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule
+from peers import peer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -137,7 +136,7 @@ def ratio(seconds: dict[str, list[float]], peer: str, of: str) -> float:
 def same_weights(name: str, size: int) -> dict[str, Any]:
     """Our model and timm's with the same weights; ours alone where there is no timm."""
     torch.manual_seed(0)
-    timm = peer()
+    timm = peer("timm")
     if timm is None:
         return {"regard": ViT.preset(name, patch_size=16, image_size=(size, size), classes=CLASSES)}
     theirs = timm.create_model(f"vit_{name}_patch16_224", pretrained=False, num_classes=CLASSES, img_size=size)
@@ -176,27 +175,6 @@ def ours(model: ViT, pictures: Pictures) -> float:
     with tempfile.TemporaryDirectory() as out:
         fit(Module(model), Data(pictures), out=out, epochs=1, seed=0, trainer=settings)
     return (clock.ends[-1] - clock.ends[WARM - 1]) / (len(clock.ends) - WARM)
-
-
-def peer() -> Any:
-    """timm, or None. Beside a CPU build of torch, torchvision's compiled operators may not load; no ViT needs them."""
-    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts them
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        return None
-    except RuntimeError:
-        for module in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
-            del sys.modules[module]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        peer.library = library  # type: ignore[attr-defined]  # it ends with the object
-    try:
-        import timm
-    except ImportError:
-        return None
-    return timm
 
 
 if __name__ == "__main__":

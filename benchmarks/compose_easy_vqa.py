@@ -13,7 +13,6 @@ Measured with --bf16, seed 0, on one core of a server CPU: 99.82 % of the 9,673 
 import argparse
 import copy
 import dataclasses
-import importlib.util
 import json
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from real_weights import dinov2_small, package
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,43 +33,6 @@ from regard.crossattn.pretrained.compose import new_parts
 from regard.datasets import QuestionSet, load_questions, open_image, vocabulary
 from regard.train.optim import parameter_groups, warmup_cosine
 from regard.vit import ViT
-
-OWNERS = Path(sys.prefix) / "owners"
-
-
-def package(name: str) -> Path:
-    """The folder of an installed package that carries weights; it is not imported."""
-    sys.path.append(str(OWNERS))
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
-        raise SystemExit(f"{name}, which carries the weights, is not installed; see the head of this file")
-    return Path(found.origin).parent
-
-
-def dinov2_small(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the package's ONNX graph under the names transformers writes.
-
-    The graph names the biases; each linear weight is the matrix multiplied just before its bias is added, transposed.
-    """
-    import onnx
-
-    graph = onnx.load(folder / "models" / "vit_s_focus.onnx").graph
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-
-    def values(name: str) -> Tensor:
-        return torch.from_numpy(onnx.numpy_helper.to_array(stored[name]).copy())
-
-    tensors = {name.removeprefix("backbone."): values(name) for name in stored if name.startswith("backbone.")}
-    makers = {output: node for node in graph.node for output in node.output}
-    for node in graph.node:
-        bias = next((name for name in node.input if name.startswith("backbone.") and name.endswith(".bias")), None)
-        product = next((makers[name] for name in node.input if name in makers), None)
-        if node.op_type == "Add" and bias and product is not None and product.op_type == "MatMul":
-            tensors[bias.removeprefix("backbone.").removesuffix("bias") + "weight"] = values(product.input[1]).T
-    folded = {tuple(t.dims): name for name, t in stored.items() if name.startswith("onnx::") and len(t.dims) == 3}
-    table = [values(folded[1, rows, 384]) for rows in (1, 37 * 37)]
-    tensors["embeddings.position_embeddings"] = torch.cat(table, dim=1)
-    return tensors
 
 
 class Asked:

@@ -22,10 +22,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from peers import peer
 from torch import Tensor, nn
 
 from regard.train.distill.clip import clip_gradients
@@ -114,7 +114,7 @@ def theirs(module: DistillModule, lightly: Any, prototypes: int, *, fused: bool,
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
-    lightly = peer(arguments.lightly)
+    lightly = lightly_of(arguments.lightly)
     preset, patch, whole, part = CASES[arguments.case]
     recipe = DistillRecipe(
         prototypes=arguments.prototypes,
@@ -218,15 +218,11 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def peer(folder: str | None) -> Any:
-    """Import lightly. Beside a CPU build of torch, torchvision's compiled operators may not load; none is used."""
-    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts torchvision and timm
+def lightly_of(folder: str | None) -> Any:
+    """Import lightly, which needs torchvision."""
     if folder:
         sys.path.append(folder)
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms(Tensor dets, Tensor scores, float iou_threshold)", "qnms(Tensor dets, Tensor scores, float i)"):
-        library.define(f"{name} -> Tensor")
-    peer.library = library  # type: ignore[attr-defined]  # it ends with the object
+    peer("torchvision")
     try:
         import lightly.loss
         import lightly.models.modules

@@ -7,11 +7,10 @@ No weight is filled and nothing is computed: the counter sees shapes alone.
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from peers import peer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,7 +36,7 @@ def main() -> None:
 
 def row(name: str) -> dict[str, Any]:
     config = preset_config(name, patch_size=16, image_size=(224, 224), classes=1000)
-    timm = peer()
+    timm = peer("timm")
     with torch.device("meta"):
         ours = counted(ViT(config).classify)
         theirs = counted(timm.create_model(f"vit_{name}_patch16_224", pretrained=False)) if timm else None
@@ -56,27 +55,6 @@ def counted(run: Any) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         run(torch.randn(1, 3, 224, 224))
     return counter.get_total_flops()
-
-
-def peer() -> Any:
-    """timm, or None. Beside a CPU build of torch, torchvision's compiled operators may not load; no ViT needs them."""
-    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts them
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        return None
-    except RuntimeError:
-        for module in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
-            del sys.modules[module]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        peer.library = library  # type: ignore[attr-defined]  # it ends with the object
-    try:
-        import timm
-    except ImportError:
-        return None
-    return timm
 
 
 if __name__ == "__main__":

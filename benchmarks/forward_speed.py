@@ -20,16 +20,15 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import peer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,19 +138,6 @@ def same_weights(architecture: str) -> dict[str, nn.Module]:
         distance = ((other - tokens["regard"]).norm() / other.norm()).item()
         assert distance < 1e-5, f"{k} computes something else: {distance}"
     return models
-
-
-def peer(name: str) -> Any:
-    """Import a peer. Beside a CPU build of torch, torchvision's compiled operators may not load; no ViT needs them."""
-    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts them
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        peer.library = library  # type: ignore[attr-defined]  # it ends with the object
-    return __import__(name)
 
 
 def callers(models: dict[str, Any]) -> dict[str, Call]:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import peer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
@@ -118,7 +119,7 @@ def supervised(name: str, setting: Setting, budget: float) -> dict[str, Any]:
     ours = setting.vit(name, classes=1000).to(setting.device)
     compile_blocks([ours], setting.backend)
     steps = {"regard": step_of(ours, ours.classify, images, labels, setting)}
-    if (timm := peer()) is not None:
+    if (timm := peer("timm")) is not None:
         changes = {"embed_dim": 64, "num_heads": 2, "depth": 2} if setting.smoke else {}
         theirs = timm.create_model(f"vit_{name}_patch16_224", pretrained=False, img_size=setting.size, **changes)
         theirs = theirs.to(setting.device).train()
@@ -360,27 +361,6 @@ def draw_pictures(folder: Path, setting: Setting) -> None:
         (place / f"{number}.jpg").write_bytes(drawn[number % len(drawn)].read_bytes())
     for file in drawn:
         file.unlink()
-
-
-def peer() -> Any:
-    """timm, or None. Beside a CPU build of torch, torchvision's compiled operators may not load; no ViT needs them."""
-    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts them
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        return None
-    except RuntimeError:
-        for module in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
-            del sys.modules[module]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        peer.library = library  # type: ignore[attr-defined]  # it ends with the object
-    try:
-        import timm
-    except ImportError:
-        return None
-    return timm
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers import peer
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -137,7 +137,7 @@ def ours(pictures: Any, batch: int, interpolation: str, *, reduced: bool) -> Wor
 
 
 def torchvisions(data: Path, batch: int, interpolation: str, *, tensors: bool) -> Work:
-    find_torchvision()
+    peer("torchvision")
     from torchvision import datasets, transforms
     from torchvision.transforms import v2
 
@@ -202,18 +202,6 @@ def stages(pictures: Any, batch: int, interpolation: str) -> dict[str, Work]:
         "flip": lambda: len(flip(cut, half)),
         "to float and normalise": each(list(cut.split(batch)), preprocess.normalize),
     }
-
-
-def find_torchvision() -> None:
-    """Import the peer. Beside a CPU build of torch its compiled operators may not load; nothing here needs them."""
-    sys.path.append(str(Path(sys.prefix) / "owners"))  # where `make` puts it
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        find_torchvision.library = library  # type: ignore[attr-defined]  # it ends with the object
 
 
 if __name__ == "__main__":

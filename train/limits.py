@@ -23,11 +23,6 @@ class TrialFolder:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
-def trial_folder() -> TrialFolder:
-    """Where a run writes that is to leave nothing."""
-    return TrialFolder()
-
-
 class Limit(Callback):
     """Lets an epoch use `images` training images, and validation as many; each epoch draws others of the whole set.
 
