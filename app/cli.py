@@ -91,6 +91,10 @@ def _command(arguments: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_memory(error):
+            raise
+        return _fail(f"not enough memory: {str(error).strip() or 'the system gave none'}; take a smaller size or batch")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -101,6 +105,13 @@ def _command(arguments: list[str]) -> int:
         if code:  # the other ranks of a distributed run end with 0, and rank 0 speaks for all
             print(error, file=sys.stderr)
         return code
+
+
+def _is_memory(error: BaseException) -> bool:
+    """Whether a device or the system had no memory left; torch's allocator on a CPU has no class of its own for it."""
+    return isinstance(error, MemoryError) or any(
+        word in f"{type(error).__name__} {error}" for word in ("OutOfMemoryError", "can't allocate memory")
+    )
 
 
 def _fail(message: str) -> int:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from regard.train.finite import NonFiniteError
@@ -139,6 +139,7 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint[KEY]
         _compare_settings(saved["settings"], self.settings(trainer), self.last)
+        compare_data(saved["settings"], trainer.datamodule, self.last)  # type: ignore[attr-defined]
         self.best_score = saved["best_score"] if self.best.exists() else None  # a deleted best is no best
         self.epochs_done = saved["epoch"]
         self._position = (saved["epoch"], saved["batch"])
@@ -234,7 +235,37 @@ class Checkpoints(Checkpoint):
         self.interrupts.checkpoint = self.last
 
 
+_IDENTITY = "data"
+
+
+def identity_of(data: Any) -> dict[str, str]:
+    """What tells one set of training data from another, where the data module says so by `identity()`."""
+    return {_IDENTITY: data.identity()} if hasattr(data, "identity") else {}
+
+
+def compare_data(saved: dict[str, Any], data: Any, path: Path) -> None:
+    """Raise InputError where `data` is not what the checkpoint at `path` was trained on."""
+    now = identity_of(data).get(_IDENTITY)
+    if now is not None and saved.get(_IDENTITY, now) != now:
+        raise InputError(
+            f"{path} was trained on other data: names, order, labels or classes are not what they were; "
+            "resume with the same data, or start anew with another --out"
+        )
+
+
+class Accepted(Callback):
+    """Calls `claimed` on the first rank once the checkpoint of a resumed run has been found to fit."""
+
+    def __init__(self, claimed: Callable[[], object]) -> None:
+        self.claimed = claimed
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.claimed()
+
+
 def _compare_settings(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    now = {name: value for name, value in now.items() if name != _IDENTITY}
     for name, value in now.items():
         if saved.get(name) != value:
             raise InputError(

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from regard.train.cards import StartCard
-from regard.train.checkpoints import KEY, AtomicFiles, Checkpoints, load
+from regard.train.checkpoints import KEY, Accepted, AtomicFiles, Checkpoints, compare_data, identity_of, load
 from regard.train.failures import explained
 from regard.train.folder import claim
 from regard.train.interrupt import Interrupted, Interrupts
@@ -58,6 +58,7 @@ _OURS = {
     "fast_dev_run": "Lightning's writes no checkpoint; use --fast_dev_run",
     "reload_dataloaders_every_n_epochs": "the resumed position would be lost",
     "barebones": "it writes no checkpoint",
+    "enable_model_summary": "the card before the run tells the model",
 }
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
@@ -124,21 +125,22 @@ def fit(
     _check_arguments(trainer or {})
     position = _resumed_position(last) if resume else None
     if position is not None and position["epoch"] >= epochs:
-        return _finished(module, last, position, epochs, began)
+        return _finished(module, data, last, position, epochs, began)
 
     random_state = torch.get_rng_state()
     try:
         with ExitStack() as held, quiet_lightning(), Interrupts() as interrupts:
             meter, card = Meter(), StartCard()
-            extra: list[Callback] = [card]
+            # A resumed run claims nothing before its checkpoint is found to fit.
+            extra: list[Callback] = [Accepted(claimed), card] if claimed is not None and resume else [card]
             extra += [Limit(limit)] if limit is not None else []
-            extra += [Profile(out / "logs")] if profile else []
+            extra += [Profile(out / "logs" if trial is None else None)] if profile else []
             built, checkpoints = _build(
                 out, trainer or {}, interrupts, position, epochs, seed, monitor, mode, save_every_steps, meter, extra
             )
             if built.is_global_zero:
                 held.enter_context(claim(out, resume))
-                if claimed is not None:
+                if claimed is not None and not resume:
                     claimed()
                 card.memory = _memory(module, data, str(built.precision))
             module.train()
@@ -262,6 +264,7 @@ def _settings(trainer: Trainer, seed: int) -> dict[str, Any]:
     data = train_batches(trainer)
     return {
         "seed": seed,
+        **identity_of(trainer.datamodule),  # type: ignore[attr-defined]
         "training samples": data.size,
         "batch size": data.batch_size,
         "devices": trainer.world_size,
@@ -279,7 +282,10 @@ def _resumed_position(last: Path) -> dict[str, Any]:
     return checkpoint[KEY]
 
 
-def _finished(module: RegardModule, last: Path, position: dict[str, Any], epochs: int, began: float) -> FitResult:
+def _finished(
+    module: RegardModule, data: LightningDataModule, last: Path, position: dict[str, Any], epochs: int, began: float
+) -> FitResult:
+    compare_data(position["settings"], data, last)
     module.on_load_checkpoint(checkpoint := load(last))
     module.load_state_dict(checkpoint["state_dict"])
     done = f"{position['epoch']} of {epochs} epochs are done"

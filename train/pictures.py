@@ -18,8 +18,9 @@ from regard.datasets.decode import decode
 from regard.datasets.pictures import PictureSet
 from regard.datasets.raws import ArrayRaws, FileRaws, Raws
 from regard.train.interrupt import ignore_ctrl_c
-from regard.train.sampling import Draw, EvalBatches, TrainBatches, mix
+from regard.train.sampling import Draw, EvalBatches, TrainBatches, digest, mix
 from regard.train.workers import Telling, TellingData
+from regard.vit import ViT
 from regard.vit.errors import InputError
 
 BadImages = Literal["error", "skip", "replace"]
@@ -229,6 +230,7 @@ class PictureData(TellingData):
         self.batch, self.eval_batch = batch, eval_batch or 2 * batch
         self.seed, self.workers, self.drop_last = seed, workers, drop_last
         self.bad: dict[str, str] = {}
+        self._unusable: set[str] = set()  # of the training set
 
     def setup(self, stage: str) -> None:
         """Deal the pictures to the ranks. Raises InputError for a set too small to fill a batch on each device."""
@@ -245,6 +247,11 @@ class PictureData(TellingData):
         if self.held_out is not None:
             self.eval_batches = EvalBatches(len(self.held_out), self.eval_batch, rank=rank, world=world)
 
+    def identity(self) -> str:
+        """A digest of the training pictures' names, order, labels and classes."""
+        pictures = self.training.pictures
+        return digest([*pictures.classes, *pictures.labels.tolist(), *map(pictures.id, range(len(pictures)))])
+
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.training, self.train_batches)
 
@@ -255,6 +262,8 @@ class PictureData(TellingData):
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
         if isinstance(batch, PictureBatch):
             self._tell(batch.bad)
+            if self.trainer is not None and self.trainer.training:
+                self._require_some(batch.bad)
         return batch
 
     def _tell(self, bad: list[tuple[str, str]]) -> None:
@@ -262,6 +271,12 @@ class PictureData(TellingData):
             if name not in self.bad:
                 self.bad[name] = reason
                 print(f"bad picture {len(self.bad)}: {reason}", file=sys.stderr, flush=True)
+
+    def _require_some(self, bad: list[tuple[str, str]]) -> None:
+        self._unusable.update(name for name, _ in bad)
+        if bad and len(self._unusable) >= len(self.training):
+            name = self.training.pictures.name
+            raise InputError(f"{name}: none of its pictures can be read, the last one {bad[-1][1]}")
 
     def _loader(self, batches: PictureBatches, sampler: Any) -> DataLoader[Any]:
         return DataLoader(
@@ -272,6 +287,19 @@ class PictureData(TellingData):
             persistent_workers=self.workers > 0,
             worker_init_fn=ignore_ctrl_c,
             pin_memory=torch.cuda.is_available(),
+        )
+
+
+def require_channels(vit: ViT) -> None:
+    """Raise InputError where pictures cannot be made with as many channels as the model takes."""
+    channels, preprocess = vit.config.channels, vit.preprocess
+    if channels not in (1, 3):
+        raise InputError(f"vit.channels is {channels}; pictures have 1 (grey) or 3 (RGB)")
+    if channels != len(preprocess.mean):
+        some = "[0.5]" if channels == 1 else "[0.5, 0.5, 0.5]"
+        raise InputError(
+            f"vit.channels is {channels}, and vit.preprocess.mean and std have {len(preprocess.mean)} values; give "
+            f'{channels}, such as --vit.preprocess.mean "{some}" --vit.preprocess.std "{some}"'
         )
 
 

@@ -13,13 +13,13 @@ _ROWS = 15
 
 
 class Profile(Callback):
-    """Watches a few batches of the first epoch on the first rank and writes `trace.json` into `folder`.
+    """Watches a few batches of the first epoch on the first rank; `trace.json` goes into `folder`, where one is given.
 
     The trace opens in https://ui.perfetto.dev or `chrome://tracing`. A run too short to warm up is watched from its
     first batch.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._seen = 0
         self._profile: Any = None
@@ -42,7 +42,8 @@ class Profile(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._table:
-            print(f"{self._table}\ntrace: {self.folder / 'trace.json'}", file=sys.stderr, flush=True)
+            where = "" if self.folder is None else f"\ntrace: {self.folder / 'trace.json'}"
+            print(f"{self._table}{where}", file=sys.stderr, flush=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._profile is not None:
@@ -56,8 +57,9 @@ class Profile(Callback):
         if gpu:
             torch.cuda.synchronize()
         self._profile.__exit__(None, None, None)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self.folder / "trace.json"))
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self.folder / "trace.json"))
         by = "self_device_time_total" if gpu else "self_cpu_time_total"
         self._table = self._profile.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=48)
         self._profile, self._done = None, True

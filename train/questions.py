@@ -16,7 +16,7 @@ from regard.crossattn import TextTokenizer
 from regard.crossattn.decoder import DecoderConfig
 from regard.datasets import Question, QuestionSet, open_image
 from regard.train.interrupt import ignore_ctrl_c
-from regard.train.sampling import Draw, EvalBatches, TrainBatches, sample_seed
+from regard.train.sampling import Draw, EvalBatches, TrainBatches, digest, sample_seed
 from regard.train.workers import Telling, TellingData
 from regard.train.written import AnswerWriter, WrittenAnswers, wanted_texts
 from regard.vit import Preprocess
@@ -187,6 +187,11 @@ class QuestionData(TellingData):
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         self.train_batches = TrainBatches(len(self.training), self.batch_images, seed=self.seed, rank=rank, world=world)
         self.eval_batches = EvalBatches(len(self.held_out), 4 * self.batch_images, rank=rank, world=world)
+
+    def identity(self) -> str:
+        """A digest of the training questions, their answers, and the names of their images, in order."""
+        asked = (q for image in self.training.images for q in (image.id, *image.questions))
+        return digest(asked)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.training, self.train_batches)

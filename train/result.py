@@ -11,6 +11,14 @@ MODEL = "model"
 """The folder of the finished model within that of the run."""
 
 
+def next_score(by: str, run: str, data: str, splits: tuple[str, ...]) -> str:
+    """The command that scores a run on pictures it has not been trained on, or what that would take."""
+    if split := next((split for split in ("test", "val") if split in splits), None):
+        told = "" if split == "test" else f" --split {split}"
+        return f"try next: regard evaluate {by} --model {run} --data {data}{told}"
+    return f"to score it on a set with a split test: regard evaluate {by} --model {run} --data OTHER"
+
+
 @dataclass(frozen=True)
 class Trained:
     """A finished run: the model folder that `from_pretrained` opens, and how training went.

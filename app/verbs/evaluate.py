@@ -78,6 +78,7 @@ def evaluate_classify(
     """
     from regard.datasets.pictures import load_pictures
 
+    _require({"batch": (batch, 1), "workers": (workers, 0)})
     pictures = load_pictures(data, split)
     vit, order = open_classifier(model, pictures)
     vit = vit.to(choose_device(device))
@@ -116,6 +117,7 @@ def evaluate_knn(
         InputError: an unreadable model, data set or picture.
     """
     ks = _numbers(k)
+    _require({"batch": (batch, 1), "workers": (workers, 0), "blocks": (blocks, 1)})
     vit = _features_of(model, data, device)
     with bar("features", 0, "pictures") as update:
         return score_by_neighbours(
@@ -167,6 +169,7 @@ def evaluate_linear(
     Raises:
         InputError: an unreadable model, data set or picture.
     """
+    _require({"batch": (batch, 1), "workers": (workers, 0), "blocks": (blocks, 1), "epochs": (epochs, 1)})
     vit = _features_of(model, data, device)
     with bar("features", 0, "pictures") as update:
         return score_linearly(
@@ -189,6 +192,13 @@ def _numbers(k: str | Sequence[int]) -> list[int]:
         return [int(part) for part in (k.strip("[]()").split(",") if isinstance(k, str) else k)]
     except ValueError as error:
         raise InputError(f"k is {k!r}; give whole numbers, separated by commas, as 10,20") from error
+
+
+def _require(least: dict[str, tuple[int, int]]) -> None:
+    """Raise InputError for an argument that is below its smallest value: `name=(value, smallest)`."""
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{name} is {value}; it must be at least {smallest}")
 
 
 def _features_of(model: str | Path, data: str, device: str) -> ViT | Preprocess:

@@ -4,6 +4,7 @@ B pictures, C classes.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -191,6 +192,13 @@ class ClassifyModule(RegardModule):
         self._count("", self.vit.classify(images), labels, batch.counts)
         if self.average is not None:
             self._count("ema_", self.best.classify(images), labels, batch.counts)
+
+    def on_validation_epoch_end(self) -> None:
+        """Raises InputError where not one held-out picture could be read: there is nothing to choose an epoch by."""
+        score = self.scores["accuracy"]
+        assert isinstance(score, Share)
+        if math.isnan(float(score.compute())):
+            raise InputError("none of the held-out pictures can be read; see what is broken with: regard check")
 
     def _count(self, of: str, logits: Tensor, labels: Tensor, counts: Tensor) -> None:
         """Add a batch to the scores; with the others' over all ranks, each picture counts exactly once."""

@@ -139,6 +139,8 @@ class ClassifyRecipe:
             raise InputError(f"crop_ratio is {self.crop_ratio}; it must be two numbers above 0, the smaller first")
         if self.split == "test":
             raise InputError("split is test, which is kept for the one score after training; train on another")
+        if self.split == "val" and not self.held_out:
+            raise InputError("split is val, which would also choose the best epoch; set held_out to a share of it")
         if self.freeze_vit and (self.layer_decay != 1 or self.drop_path):
             raise InputError("freeze_vit keeps the blocks as they are; leave layer_decay and drop_path out")
         if self.freeze_vit and self.optimizer == "muon":

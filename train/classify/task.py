@@ -15,9 +15,9 @@ from regard.train.classify.building import CLASSES, build, save_classifier
 from regard.train.classify.module import ClassifyModule
 from regard.train.classify.recipe import ClassifyRecipe
 from regard.train.loop import fit
-from regard.train.pictures import PictureBatch, PictureBatches, PictureData
+from regard.train.pictures import PictureBatch, PictureBatches, PictureData, require_channels
 from regard.train.recipe import RECIPE, default_recipe, run_recipe, save_recipe
-from regard.train.result import MODEL, Trained
+from regard.train.result import MODEL, Trained, next_score
 from regard.train.steps import is_first_rank
 from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
@@ -51,9 +51,11 @@ class TrainedClassifier(Trained):
 
     Attributes:
         averaged: whether the model is the running average of the weights.
+        splits: of the data, for a score on another one than was trained on.
     """
 
     averaged: bool = False
+    splits: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {**super().as_dict(), "averaged_weights": self.averaged}
@@ -61,7 +63,7 @@ class TrainedClassifier(Trained):
     def next_commands(self) -> list[str]:
         run, data = self.quoted
         of = ["the model is the average of the weights"] if self.averaged else []
-        return [*of, f"try next: regard evaluate classify --model {run} --data {data}"]
+        return [*of, next_score("classify", run, data, self.splits)]
 
 
 def train_classify(
@@ -124,7 +126,9 @@ def train_classify(
     if is_first_rank():
         module.load_state_dict(load(result.best or result.last)["state_dict"])
         save_classifier(place, module.best.cpu(), names)
-    return TrainedClassifier(place, result, settings.data, averaged=module.average is not None)
+    return TrainedClassifier(
+        place, result, settings.data, averaged=module.average is not None, splits=splits_of(settings.data)
+    )
 
 
 def prepare(recipe: ClassifyRecipe) -> tuple[ClassifyModule, ClassifyData, str]:
@@ -135,6 +139,7 @@ def prepare(recipe: ClassifyRecipe) -> tuple[ClassifyModule, ClassifyData, str]:
     training, held_out = pictures_of(recipe)
     vit, told = build(recipe, training.classes)
     preprocess = vit.preprocess
+    require_channels(vit)
     assert preprocess.size is not None
     skipping = "error" if recipe.bad_images == "error" else "skip"
     common: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """From a recipe to what is trained: the backbone, its module, and the pictures."""
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -12,11 +13,13 @@ from regard.train.distill.knn import ASKING, KnnScore, looked_at
 from regard.train.distill.module import DistillModule
 from regard.train.distill.network import initialise_as_dino
 from regard.train.distill.recipe import DistillRecipe
-from regard.train.pictures import PictureBatch, PictureBatches, PictureData
+from regard.train.pictures import PictureBatch, PictureBatches, PictureData, require_channels
 from regard.train.recompute import recompute_layers
 from regard.vit import ViT
 from regard.vit.config import preset_config
 from regard.vit.errors import InputError
+
+_LOCAL = 3 / 7  # 96 of 224 px, as in DINO
 
 
 class DistillData(PictureData):
@@ -41,7 +44,8 @@ def prepare(recipe: DistillRecipe) -> tuple[DistillModule, DistillData, list[str
     preprocess = backbone.preprocess
     if preprocess.size is None:
         raise InputError("training needs pictures of one size: set vit.preprocess.size")
-    recipe, reasons = derived(recipe, len(pictures), pictures_per_step(recipe))
+    require_channels(backbone)
+    recipe, reasons = derived(with_sizes(recipe, backbone), len(pictures), pictures_per_step(recipe))
     common: dict[str, Any] = {"channels": backbone.config.channels, "background": preprocess.background}
     knn, held_out = None, None
     known = looked_at(pictures, recipe.knn_images, recipe.seed) if recipe.knn_every else None
@@ -86,16 +90,27 @@ def build(recipe: DistillRecipe) -> ViT:
     return vit
 
 
-def crops_view(recipe: DistillRecipe, backbone: ViT) -> CropsView:
-    """The crops of a recipe, no smaller than a patch."""
-    size = recipe.global_size or backbone.config.image_size
+def with_sizes(recipe: DistillRecipe, backbone: ViT) -> DistillRecipe:
+    """The recipe with both sizes of its crops, in whole patches. Raises InputError for sizes that are not."""
     patch = backbone.config.patch_size
-    for name, (height, width) in {"global_size": size, "local_size": recipe.local_size}.items():
-        if height % patch or width % patch:
-            raise InputError(f"{name} is ({height}, {width}); it must be a multiple of the patches of {patch} px")
+    size = recipe.global_size or backbone.config.image_size
+    height, width = (max(1, round(side * _LOCAL / patch)) * patch for side in size)
+    local = recipe.local_size or (height, width)
+    for name, sides in {"global_size": size, "local_size": local}.items():
+        if sides[0] % patch or sides[1] % patch:
+            raise InputError(f"{name} is {sides}; it must be a multiple of the patches of {patch} px")
+    if local[0] > size[0] or local[1] > size[1]:
+        raise InputError(f"local_size {local} is larger than the global crops of {size}; give a smaller one")
+    return dataclasses.replace(recipe, global_size=size, local_size=local)
+
+
+def crops_view(recipe: DistillRecipe, backbone: ViT) -> CropsView:
+    """The crops of a recipe whose sizes are known."""
+    assert recipe.global_size is not None
+    assert recipe.local_size is not None
     first, second, local = recipe.blur_chances or (None, None, None)
     return CropsView(
-        global_size=size,
+        global_size=recipe.global_size,
         local_size=recipe.local_size,
         local_crops=recipe.local_crops,
         global_scale=recipe.global_scale,

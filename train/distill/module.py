@@ -275,6 +275,7 @@ class DistillModule(RegardModule):
         assert r.prototypes is not None
         widths = (self.student.backbone.pool.width, r.hidden, r.hidden, r.bottleneck, r.prototypes)
         head = sum(before * after for before, after in pairwise(widths))
+        assert r.local_size is not None
         whole, part = forward_macs(config, r.global_size), forward_macs(config, r.local_size)
         learned = 2 * whole + r.local_crops * part + (2 + r.local_crops) * head
         return 2.0 * (3 * learned + 2 * whole + 2 * head)
@@ -282,9 +283,11 @@ class DistillModule(RegardModule):
     def card(self) -> list[tuple[str, str]]:
         r = self.recipe
         extras = [name for name in ("sinkhorn", "koleo", "ibot", "drop_path_subset") if getattr(r, name)]
-        size = r.global_size or self.student.backbone.config.image_size
+        size, local = r.global_size, r.local_size
+        assert size is not None
+        assert local is not None
         return [
-            ("crops", f"2 of {size[0]} x {size[1]} and {r.local_crops} of {r.local_size[0]} x {r.local_size[1]}"),
+            ("crops", f"2 of {size[0]} x {size[1]} and {r.local_crops} of {local[0]} x {local[1]}"),
             ("head", f"{r.prototypes} prototypes, rows of norm 1{'' if r.fixed_norm else ' at the start'}"),
             ("teacher", f"momentum {r.momentum} to 1, temperature {r.tau_teacher_start} to {r.tau_teacher}"),
             ("beside DINO", ", ".join(extras) or "nothing"),

@@ -29,7 +29,7 @@ def rank_me(features: Tensor) -> Tensor:
     """The effective rank of `features (B, D)`: exp of the entropy of its singular values (Garrido et al., 2023,
     arXiv:2210.02885).
     """
-    values = torch.linalg.svdvals(wide(features))
+    values = torch.linalg.svdvals(wide(features).nan_to_num())  # what is not finite is told of elsewhere
     return entropy(values / values.sum().clamp_min(_TINY)).exp()
 
 

@@ -24,7 +24,7 @@ class DistillRecipe:
         pretrained: a ViT to start from instead: folder, file, hub name or timm name.
         local_crops: small crops per picture, beside the two global ones.
         global_size: (height, width) of a global crop in pixels; null for the model's native size.
-        local_size: (height, width) of a local crop in pixels.
+        local_size: (height, width) of a local crop in pixels; null for 3/7 of a global one (96 of 224).
         global_scale: lowest and highest share of the picture's area in a global crop.
         local_scale: the same for a local crop.
         flip: probability of a horizontal flip.
@@ -87,7 +87,7 @@ class DistillRecipe:
     pretrained: str | None = None
     local_crops: int = 8
     global_size: tuple[int, int] | None = None
-    local_size: tuple[int, int] = (96, 96)
+    local_size: tuple[int, int] | None = None
     global_scale: tuple[float, float] = (0.4, 1.0)
     local_scale: tuple[float, float] = (0.05, 0.4)
     flip: float = 0.5
@@ -158,7 +158,8 @@ class DistillRecipe:
                 raise InputError(f"{name} is ({low}, {high}); it must hold 0 < lowest <= highest <= 1")
         if any(not 0 <= chance <= 1 for chance in self.blur_chances or ()):
             raise InputError(f"blur_chances is {self.blur_chances}; probabilities lie in [0, 1]")
-        check_size("local_size", self.local_size)
+        if self.local_size is not None:
+            check_size("local_size", self.local_size)
         if self.global_size is not None:
             check_size("global_size", self.global_size)
         if self.koleo and self.batch < 2:

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from regard.datasets.pictures import splits_of
 from regard.train.checkpoints import load
 from regard.train.distill.building import prepare, tell
 from regard.train.distill.module import DistillModule
 from regard.train.distill.recipe import DistillRecipe
 from regard.train.loop import fit
 from regard.train.recipe import RECIPE, default_recipe, run_recipe, save_recipe
-from regard.train.result import MODEL, Trained
+from regard.train.result import MODEL, Trained, next_score
 from regard.train.steps import is_first_rank
 from regard.vit import ViT
 from regard.vit.checkpoint import require_place
@@ -27,6 +28,8 @@ _TEACHER = "teacher.backbone."
 class TrainedDistill(Trained):
     """A finished run: the teacher's backbone, which `ViT.from_pretrained` opens, and how training went."""
 
+    splits: tuple[str, ...] = ()
+
     score_name: ClassVar[str] = "knn_accuracy"
     score_told: ClassVar[str] = "best k-NN accuracy while training"
 
@@ -34,7 +37,7 @@ class TrainedDistill(Trained):
         run, data = self.quoted
         return [
             "it is the teacher's backbone, a plain ViT",
-            f"try next: regard evaluate knn --model {run} --data {data}",
+            next_score("knn", run, data, self.splits),
             f"or: regard look PICTURE --model {run}",
         ]
 
@@ -91,7 +94,7 @@ def train_distill(
     place = (folder if result.folder is None else result.folder.path) / MODEL
     if is_first_rank():
         export_teacher(result.best or result.last, config, place)
-    return TrainedDistill(place, result, settings.data)
+    return TrainedDistill(place, result, settings.data, splits_of(settings.data))
 
 
 def export_teacher(checkpoint: Path, config: ViTConfig, folder: Path) -> None:
