@@ -9,9 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/demo.installed
 	$(BIN)/regard demo
 
-# The tests' tensors are tiny: one thread is faster than two, and does not starve beside other programs.
+# The tests' tensors are tiny: two processes of one thread are faster than one of two. A file's tests share its fixtures.
 test: $(VENV)/test.installed $(VENV)/owners.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-all: $(VENV)/test.installed $(VENV)/owners.installed
 	$(BIN)/python -m pytest

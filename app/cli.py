@@ -76,6 +76,9 @@ def _command(arguments: list[str]) -> int:
         if verb is None:
             verbs = ", ".join(" ".join(verb) for verb in COMMANDS)
             known = any(verb[0] == arguments[0] for verb in COMMANDS)
+            if known and arguments[1:2] in (["-h"], ["--help"]):
+                print("\n".join(f"regard {' '.join(verb)} --help" for verb in COMMANDS if verb[0] == arguments[0]))
+                return 0
             typed = " ".join(word for word in arguments[: 1 + known] if not word.startswith("-"))
             return _fail(f"there is no verb {typed!r}; choose one of {verbs}")
         from regard.vit.errors import InputError

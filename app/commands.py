@@ -1,5 +1,6 @@
 """The verbs of the `regard` command as parsers: a verb's flags are its function's arguments."""
 
+import difflib
 import json
 import re
 import sys
@@ -25,6 +26,9 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         message = " ".join(message.split())
+        if found := re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message):
+            near = difflib.get_close_matches(found[1], list(self._option_string_actions), n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
         if found := _CHOICES.search(message):
             name, choices, given = found.groups()
             message = f"--{name} is {given.strip()!r}; choose one of {choices.replace(chr(39), '')}"

@@ -155,10 +155,9 @@ def examine(
     Exact copies have the same pixels as upright RGB, in whatever format; near ones look the same (`near_groups`).
     `limit` opens so many pictures of each split, spread evenly over it; `workers` are threads that open pictures.
     `progress` is called with how many pictures are done, and with their number.
-    Raises InputError for a limit below 1.
+    Raises InputError for a limit below 1 and for fewer than 0 workers.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"limit is {limit}; look at 1 picture at least")
+    require_settings(limit, workers)
     chosen = {name: _chosen(len(pictures), limit) for name, pictures in sets.items()}
     total, done = sum(map(len, chosen.values())), 0
     facts: dict[str, _Facts] = {}
@@ -177,6 +176,14 @@ def examine(
     splits = {name: _split(pictures, facts[name], len(chosen[name]), known) for name, pictures in sets.items()}
     exact, alike = _copies(sets, facts, near)
     return Findings(splits, exact, alike)
+
+
+def require_settings(limit: int | None, workers: int) -> None:
+    """Raise InputError for a limit below 1 and for fewer than 0 workers."""
+    if limit is not None and limit < 1:
+        raise InputError(f"limit is {limit}; look at 1 picture at least")
+    if workers < 0:
+        raise InputError(f"workers is {workers}; give 0 for none, or a number of threads")
 
 
 def _chosen(size: int, limit: int | None) -> list[int]:
@@ -251,7 +258,9 @@ def _look(pictures: PictureSet, index: int, near: bool) -> _Look | str:
         data = pictures.read(index)
         image = open_bytes(data, name)
     except InputError as error:
-        return str(error).removeprefix(f"{shown(name)}: ")
+        source = pictures.source(index)
+        reason = str(error).removeprefix(f"{shown(name)}: ")
+        return reason.removeprefix(f"{shown(source)}: ") if isinstance(source, str) else reason
     with Image.open(io.BytesIO(data)) as header:
         try:
             orientation = header.getexif().get(ExifTags.Base.Orientation, 1)

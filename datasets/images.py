@@ -67,6 +67,8 @@ def _opened(source: str | os.PathLike[str]) -> BinaryIO:
     try:
         file = open(source, "rb", opener=_at_once)  # noqa: SIM115
     except FileNotFoundError as error:
+        if os.path.islink(source):
+            raise InputError(f"{shown(name)}: a link to a file that is not there; mend or remove it") from error
         hint = "; download the picture first" if re.match(r"\w+:/", name) else ""
         raise InputError(f"{shown(name)}: no such file{hint}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

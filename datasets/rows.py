@@ -28,8 +28,9 @@ class Row:
 def read_rows(file: Path) -> list[Row]:
     """Read every row of a file whose suffix is one of `SUFFIXES`.
 
-    CSV has a header line; its delimiter is `;`, tab or `,`; empty cells are absent fields, `answers` is split
-    at `|`. Text is UTF-8, with or without a byte order mark.
+    CSV has a header line; its delimiter is `;`, tab or `,`; empty cells of `id`, `answer` and `answers` are absent
+    fields, those of `label` and `split` are None, `answers` is split at `|`. Text is UTF-8, with or without a byte
+    order mark.
     Raises InputError naming file and line for whatever cannot be read as rows.
     """
     read = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".tsv": _csv}.get(file.suffix.lower())
@@ -121,9 +122,12 @@ def _header(cells: list[str], where: str) -> list[str]:
 
 def _fields(header: list[str], cells: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = dict(zip(header, cells, strict=True))
-    for field, other in (("id", None), ("label", None), ("split", None), ("answers", "answer"), ("answer", "answers")):
+    for field, other in (("id", None), ("answers", "answer"), ("answer", "answers")):
         if (other is None or other in fields) and not fields.get(field, "").strip():
             fields.pop(field, None)  # an empty cell is an absent field where the row can do without it
+    for field in ("label", "split"):
+        if field in fields and not fields[field].strip():
+            fields[field] = None  # not absent: that the column is there tells a forgotten cell from a missing column
     if "answers" in fields:
         fields["answers"] = fields["answers"].split("|")
     return fields

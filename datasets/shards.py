@@ -21,19 +21,11 @@ from PIL import Image
 from regard.datasets.images import shown
 from regard.datasets.pictures import SPLITS, PictureSet
 from regard.datasets.sources.folder import SUFFIXES
+from regard.datasets.sources.manifest import Shard, manifest
 from regard.datasets.sources.members import members
-from regard.datasets.sources.tar import CLASSES, manifest
+from regard.datasets.sources.tar import CLASSES
 from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar file: its name, how many pictures it holds, and its size in bytes."""
-
-    name: str
-    pictures: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,10 @@ def write_shards(
     Raises InputError for a wrong setting, for a folder that holds other shards of this split, and, naming it, for a
     picture that cannot be read; OSError where the folder cannot be written.
     """
-    _check(split, per_shard, size, quality)
+    _check(split, per_shard, size, quality, seed)
+    if os.path.lexists(out) and not out.is_dir():
+        what = "is a file" if out.is_file() else "is a file or a link that leads nowhere"
+        raise InputError(f"{shown(out)}: {what}; --out is the folder to write shards into")
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed)).tolist()
     plan = _Plan(pictures.name, len(pictures), _fingerprint(pictures), per_shard, seed, size, quality)
     out.mkdir(parents=True, exist_ok=True)
@@ -97,7 +92,7 @@ def write_shards(
     return shards, kept
 
 
-def _check(split: str, per_shard: int, size: int | None, quality: int) -> None:
+def _check(split: str, per_shard: int, size: int | None, quality: int, seed: int) -> None:
     if split not in SPLITS:
         raise InputError(f"split {split!r} is unknown; choose one of {', '.join(SPLITS)}")
     if per_shard < 1:
@@ -106,6 +101,8 @@ def _check(split: str, per_shard: int, size: int | None, quality: int) -> None:
         raise InputError(f"size is {size}; the short side has at least 1 pixel")
     if not 1 <= quality <= 100:
         raise InputError(f"quality is {quality}; it must lie in 1..100")
+    if not 0 <= seed < 1 << 63:
+        raise InputError(f"seed is {seed}; it must lie in 0..2**63 - 1")
 
 
 def _fingerprint(pictures: PictureSet) -> str:

@@ -69,6 +69,8 @@ def _named_fields(row: Any, where: str) -> Row:
 def _question(row: Row, default_id: str) -> tuple[str, Question]:
     fields, where = row.fields, row.where
     for field in fields:
+        if field in ("label", "split") and fields[field] is None:
+            continue  # an empty cell of a table that serves for pictures too
         if field not in FIELDS:
             near = difflib.get_close_matches(str(field).strip().lower(), FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(FIELDS)}"

@@ -47,13 +47,14 @@ class StartCard(Callback):
         data, each = train_batches(trainer), trainer.accumulate_grad_batches
         sizes = [parameter.numel() for parameter in module.parameters()]
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        rest = sum(sizes) - trained
         flops = getattr(module, "picture_flops", lambda: None)()
         factors = f"{data.batch_size} x {data.world} device{'s' * (data.world > 1)}"
         factors += f" x {each} accumulated" if each > 1 else ""
         lines: list[tuple[str, str | None]] = [
             (
                 "parameters",
-                f"{sum(sizes):,}" + ("" if trained == sum(sizes) else f", of which {trained:,} are trained"),
+                f"{trained:,} trained" + (f", {rest:,} kept or averaged" if rest else ""),
             ),
             ("cost", None if flops is None else f"{flops / 1e9:.3g} GFLOPs an image, forward and backward"),
             ("batch", f"{factors} = {data.batch_size * data.world * each} images a step"),

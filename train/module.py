@@ -17,6 +17,8 @@ from regard.train.finite import LateNorm, NonFiniteError, Unstepped, can_skip, d
 from regard.train.optim import configure
 from regard.train.steps import total_steps
 from regard.train.strategies import ShardedStrategy, shard
+from regard.vit.checkpoint import TRAINED, passport
+from regard.vit.config import ViTConfig
 from regard.vit.errors import InputError
 
 
@@ -153,6 +155,16 @@ class RegardModule(LightningModule):
         limit = float("inf") if self.clip_norm is None else self.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def kept(self) -> tuple[str, ViTConfig] | None:
+        """The prefix of the weights that are the outcome, and their configuration, so that a checkpoint opens as a
+        ViT; None where that is no ViT.
+        """
+        return None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (kept := self.kept()) is not None:
+            checkpoint[TRAINED] = {**passport(kept[1]), "prefix": kept[0]}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Compare names and shapes first: Lightning's own error is a page long."""

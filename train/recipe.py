@@ -5,6 +5,7 @@ dataclass (`AnswerRecipe` here, the others beside their task) and its own folder
 """
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -142,6 +143,15 @@ class AnswerRecipe:
             raise InputError(f"held_out is {self.held_out}; it must lie between 0 and 1")
 
 
+class _Yaml(yaml.SafeLoader):
+    """Plain values alone, and 1e-3 as the number that everyone means by it: YAML 1.1 wants 1.0e-3."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
 def names(kind: type[Recipe] = AnswerRecipe) -> list[str]:
     """The recipes of a task that come with the library."""
     return sorted(f.name.removesuffix(".yaml") for f in _folder(kind).iterdir() if f.name.endswith(".yaml"))
@@ -182,7 +192,7 @@ def load_recipe(source: str | Path | None = "easy_vqa", kind: type[Any] = Answer
     else:
         raise InputError(f"no recipe is called {str(source)!r}; choose one of {', '.join(known)}, or give a .yaml file")
     try:
-        values = yaml.safe_load(text) or {}
+        values = yaml.load(text, _Yaml) or {}
     except (yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):

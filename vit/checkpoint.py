@@ -25,6 +25,8 @@ from regard.vit.values import from_json, to_json
 FORMAT = 2
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+TRAINED = "regard_model"
+"""Where in a training checkpoint the passport of the model stands, with the `prefix` of its weights."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -57,6 +59,28 @@ def is_ours(folder: Path) -> bool:
     return isinstance(passport, dict) and "format" in passport and "kind" in passport
 
 
+def passport(config: Any) -> dict[str, Any]:
+    """All that a model's numbers depend on besides its weights, as plain values."""
+    return {"format": FORMAT, "kind": type(config).__name__, **to_json(config)}
+
+
+def of_training(file: Path, config_type: type) -> tuple[Any, dict[str, Tensor]] | None:
+    """Configuration and weights of the model in one of our training checkpoints; None for any other file."""
+    if file.suffix != ".ckpt" or not file.is_file():
+        return None
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        told = dict(content[TRAINED])
+    except Exception:  # not ours, or no checkpoint at all: whoever reads it next says so
+        return None
+    prefix = told.pop("prefix")
+    if told.pop("format") != FORMAT or told.pop("kind") != config_type.__name__:
+        return None
+    config = from_json(told, config_type, str(file))
+    tensors = {n.removeprefix(prefix): t for n, t in content["state_dict"].items() if n.startswith(prefix)}
+    return config, tensors
+
+
 def save(
     folder: str | Path,
     config: Any,
@@ -70,8 +94,7 @@ def save(
     """
     folder = typed_path(folder).resolve()
     require_place(folder, *(extra or {}))
-    passport = {"format": FORMAT, "kind": type(config).__name__, **to_json(config)}
-    text = json.dumps(passport, indent=2) + "\n"
+    text = json.dumps(passport(config), indent=2) + "\n"
     # Shared memory is written out once per name: the file stands for itself.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     files: dict[str, Callable[[Path], object]] = {

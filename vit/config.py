@@ -201,12 +201,14 @@ PATCH_SIZES = (8, 14, 16, 32)
 def preset_config(name: str, **changes: Any) -> ViTConfig:
     """The configuration of a size by name (`tiny` … `giant`), with any `ViTConfig` field changed.
 
+    Another `dim` brings its own `hidden_dim`, 4 * dim, unless that is stated too.
     A patch size of 14 brings a native size of 224 px as 8, 16 and 32 do. Raises InputError for an unknown name
     or field.
     """
     if name not in _SIZES:
         raise InputError(f"no ViT preset is called {name!r}; choose one of {', '.join(PRESETS)}")
-    return changed_vit(ViTConfig(), {**_SIZES[name], **changes})
+    own: dict[str, Any] = {"hidden_dim": None} if "dim" in changes else {}
+    return changed_vit(ViTConfig(), {**_SIZES[name], **own, **changes})
 
 
 def changed_vit(config: ViTConfig, changes: Mapping[str, Any]) -> ViTConfig:

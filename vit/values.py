@@ -81,7 +81,7 @@ def from_json(values: Any, kind: Any, where: str) -> Any:
         return from_json(values, kind, where)
     if origin is tuple:
         if not isinstance(values, list):
-            raise InputError(f"{where}: expected a list, found {values!r}")
+            raise InputError(f"{where}: expected a list, such as [64, 64], found {values!r}")
         kinds = [arguments[0]] * len(values) if arguments[-1] is Ellipsis else list(arguments)
         if len(kinds) != len(values):
             raise InputError(f"{where}: expected {len(kinds)} values, found {len(values)}")

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.datasets.check import SMALL, Copies, Findings, Seen, Split, examine
+from regard.datasets.check import SMALL, Copies, Findings, Seen, Split, examine, require_settings
 from regard.datasets.images import shown
 from regard.datasets.pictures import PictureSet
 from regard.vit.errors import InputError
@@ -38,8 +38,8 @@ class Check:
 
     @property
     def conflicts(self) -> list[Copies]:
-        """Copies whose labels differ."""
-        return [group for group in self._groups if group.conflicting]
+        """Exact copies whose labels differ. Near ones may be different things, so they are but a remark."""
+        return [group for group in self.findings.exact if group.conflicting]
 
     @property
     def _groups(self) -> list[Copies]:
@@ -51,8 +51,8 @@ class Check:
 
     @property
     def fine(self) -> bool:
-        """Nothing is broken, every split can be used, and no picture stands in two of them."""
-        return not (self.broken or self.problems or self.leaks)
+        """Nothing is broken, every split can be used, no picture stands in two of them or has two labels."""
+        return not (self.broken or self.problems or self.leaks or self.conflicts)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for a program to read: all ids, not a few examples."""
@@ -88,13 +88,10 @@ class Check:
                 f"LEAK  {_some(len(across), 'picture')} in several splits {what}, else scores are too high",
                 [_joined(group, how) for group in across],
             )
-        for known, how in ((self.findings.exact, "="), (self.findings.near or [], "~")):
-            conflicting = [group for group in known if group.conflicting]
-            what = "copies" if how == "=" else "near copies"
-            lines += _listed(
-                f"LABELS  {_some(len(conflicting), 'group')} of {what} with different labels: keep the right one",
-                [_joined(group, how, labels=True) for group in conflicting],
-            )
+        lines += _listed(
+            f"LABELS  {_some(len(self.conflicts), 'group')} of copies with different labels: keep the right one",
+            [_joined(group, "=", labels=True) for group in self.conflicts],
+        )
         return lines
 
     def _table(self) -> list[str]:
@@ -142,6 +139,13 @@ class Check:
                 copies = sum(len(group.pictures) - 1 for group in within)
                 example = _joined(within[0], "~" if near else "=")
                 lines.append(f"{_some(copies, f'{near}copy', f'{near}copies')} within a split, such as {example}")
+        differing = [group for group in self.findings.near or [] if group.conflicting]
+        if differing:
+            example = _joined(differing[0], "~", labels=True)
+            lines.append(
+                f"{_some(len(differing), 'group')} of near copies with different labels, right if they show different "
+                f"things, such as {example}"
+            )
         return [f"  - {line}" for line in lines]
 
     def _next(self) -> list[str]:
@@ -215,7 +219,9 @@ def check(
     limit: int | None = None,
     workers: int = 0,
 ) -> Check:
-    """Tell what is in a set of pictures and what is wrong with it: broken files, copies in two splits, labels.
+    """Tell what is in a set of pictures and what to mend; exit code 0: fine, 1: something to mend, 2: could not look.
+
+    To mend are broken files, copies in two splits or with two labels, and what `regard train classify` refuses.
 
     Args:
         path: whatever `regard train` takes as data: a folder, a table, tar shards, a known set by its name, easy-vqa.
@@ -225,10 +231,11 @@ def check(
         workers: threads that open pictures.
 
     Raises:
-        InputError: no pictures there.
+        InputError: no pictures there, some that are known to be missing, a table that cannot be read, a wrong setting.
     """
     from regard.progress import bar
 
+    require_settings(limit, workers)
     sets, problems, note = _sets(path, split)
     total = sum(min(len(pictures), limit or len(pictures)) for pictures in sets.values())
     with bar("looking", total, "pictures") as progress:
@@ -253,6 +260,9 @@ def _sets(data: str | Path, split: str | None) -> tuple[dict[str, PictureSet], d
         except InputError as error:
             sets[known] = _without_help_of_train(data, name)
             problems[known] = str(error)
+            continue
+        if refused := _refused(sets[known], name, sets.get("train")):
+            problems[known] = refused
     if (
         len(problems) == len(names)
         and not any(pictures.classes for pictures in sets.values())
@@ -260,6 +270,20 @@ def _sets(data: str | Path, split: str | None) -> tuple[dict[str, PictureSet], d
     ):
         return sets, {}, "nothing tells a label, neither class folders nor a column: enough for regard train distill"
     return sets, problems, None
+
+
+def _refused(pictures: PictureSet, split: str, training: PictureSet | None) -> str | None:
+    """Why `regard train classify` would refuse a split that can be loaded."""
+    from regard.datasets.pictures import require_classes
+
+    if split == "train":
+        try:
+            require_classes(pictures)
+        except InputError as error:
+            return f"{error}; regard train distill takes it as it is"
+    elif training is not None and training.classes and training.classes != pictures.classes:
+        return f"{pictures.name}: its classes are not those of {training.name}"
+    return None
 
 
 def _without_help_of_train(data: str | Path, split: str) -> PictureSet:

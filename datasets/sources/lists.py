@@ -28,11 +28,14 @@ _LOOKED_AT = 100  # rows whose files are looked for at once: a wrong folder is t
 
 
 def list_splits(path: Path) -> list[str]:
-    """The splits a table names in its column `split`, or of which a folder holds a table; [] if it tells none."""
+    """The splits a table names in its column `split`, or of which a folder holds a table; [] if it tells none.
+
+    Raises InputError naming the line of a row without a split where others have one.
+    """
     if path.is_dir():
         return [split for split in SPLIT_NAMES if _table(path, split) is not None]
-    there = {_split(row) for row in read_rows(path)}
-    return [] if there == {None} else [split for split in SPLIT_NAMES if split in there]
+    there = set(_splits(read_rows(path)))
+    return [split for split in SPLIT_NAMES if split in there]
 
 
 def load_list(path: Path, split: str, labelled: bool) -> tuple[Path, Names, Tensor, tuple[str, ...]]:
@@ -77,8 +80,9 @@ def _rows(path: Path, split: str) -> list[Row]:
         rows = read_rows(table)
     else:
         rows = read_rows(path)
-        if any(_split(row) for row in rows):
-            rows = [row for row in rows if _split(row) == split]
+        splits = _splits(rows)
+        if any(splits):
+            rows = [row for row, own in zip(rows, splits, strict=True) if own == split]
     if not rows:
         raise InputError(f"{shown(path)}: holds no row of the split {split!r}")
     return rows
@@ -92,9 +96,20 @@ def _table(folder: Path, split: str) -> Path | None:
     return found[0] if found else None
 
 
+def _splits(rows: list[Row]) -> list[str | None]:
+    """The split of each row: of all of them, or of none."""
+    splits = [_split(row) for row in rows]
+    if any(splits) and None in splits:
+        where = rows[splits.index(None)].where
+        raise InputError(
+            f"{where}: the split is empty, other rows have one; write train, val or test, or remove the row"
+        )
+    return splits
+
+
 def _split(row: Row) -> str | None:
     value = row.fields.get("split")
-    if value is None:
+    if _is_empty(value):
         return None
     for split, names in SPLIT_NAMES.items():
         if str(value).strip().lower() in names:
@@ -103,7 +118,10 @@ def _split(row: Row) -> str | None:
 
 
 def _text(row: Row, column: str) -> str:
-    found = [name for name in COLUMNS[column] if row.fields.get(name) is not None]
+    there = [name for name in COLUMNS[column] if name in row.fields]
+    found = [name for name in there if not _is_empty(row.fields[name])]
+    if there and not found:
+        raise InputError(f"{row.where}: the {column} is empty; give one, or remove the row")
     if not found:
         has = ", ".join(map(str, row.fields)) or "nothing"
         raise InputError(f"{row.where}: no {column!r} here (it has {has}); name the column {column}")
@@ -114,9 +132,13 @@ def _text(row: Row, column: str) -> str:
         raise InputError(f"{row.where}: {found[0]!r} is {value}; write it as text")
     if column == "label" and isinstance(value, int | float):
         return str(value)
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
+    if not isinstance(value, str) or "\0" in value:
         raise InputError(f"{row.where}: {found[0]!r} is {value!r}; it must be text")
     return value if column == "image" else value.strip()
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _in_order(labels: Iterable[str]) -> list[str]:

@@ -10,7 +10,10 @@ The naming: https://github.com/webdataset/webdataset
 import json
 import os
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +24,7 @@ from regard.datasets.images import shown
 from regard.datasets.pictures import SPLITS, PictureSet
 from regard.datasets.sources.files import ArchiveFiles, Names
 from regard.datasets.sources.folder import SPLIT_NAMES, SUFFIXES, class_names, split_folders
+from regard.datasets.sources.manifest import Shard, manifest, require_listed
 from regard.datasets.sources.members import Member, members
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
@@ -44,11 +48,11 @@ def is_shards(data: str | Path) -> bool:
     if any(class_names(folder) for folder in split_folders(path).values()):
         return False  # ImageNet is often unpacked beside the archives it came in
     folders = [path, *(path / name for names in SPLIT_NAMES.values() for name in names)]
-    return any(next(folder.glob("*.tar"), None) for folder in folders)
+    return any(next(folder.glob("*.tar"), None) for folder in folders) or any(_kept(path, split) for split in SPLITS)
 
 
 def splits_of_tar(data: str) -> tuple[str, ...]:
-    """The splits that the names of the shards tell, such as `val-000.tar`; () where they tell none.
+    """The splits that the names of the shards tell, such as `val-000.tar`, or `regard shard` wrote; () for none.
 
     Raises InputError as `load_tar` does.
     """
@@ -68,8 +72,10 @@ def load_tar(data: str, split: str = "train", labelled: bool = True) -> PictureS
     Where the names of the shards tell no split, all of them are train. Where there is no val, test stands for it.
     With `labelled` the classes are those of `classes.json` or `classes.txt` in the shards' folder; without such a file
     those that the labels of train name, in alphabetical order, or the numbers up to the largest label.
-    Raises InputError naming shard and sample for a damaged tar, a sample with no picture or with two, a name that
-    comes twice, and, with `labelled`, for a picture without a label and a label that is none of the classes.
+    A folder means all shards that `regard shard` wrote into it; a file or a pattern may mean a part of them.
+    Raises InputError naming shard and sample for a missing shard or one that is not as it was written, a damaged tar,
+    a sample with no picture or with two, a name that comes twice, and, with `labelled`, for a picture without a label
+    and a label that is none of the classes.
     """
     shards = _by_split(data)
     if shards:
@@ -79,14 +85,13 @@ def load_tar(data: str, split: str = "train", labelled: bool = True) -> PictureS
             raise InputError(f"{data}: no shard of split {split!r}; there are those of {', '.join(shards)}")
     elif split != "train":
         raise InputError(f"{data}: has no split {split!r}, all pictures stand together; hold a share of them out")
-    archives = shards.get(split) or _archives(data)
-    _require_finished(archives[0].parent, split)
-    found = _samples(archives, labelled)
+    archives = shards[split] if shards else _archives(data)
+    found = _whole(data, split, archives, labelled)
     labels = torch.full((len(found.names),), -1)
     classes: tuple[str, ...] = ()
     if labelled:
         classes = _classes(archives[0].parent) or _told_classes(
-            found if split == "train" or "train" not in shards else _samples(shards["train"], labelled)
+            found if split == "train" or "train" not in shards else _whole(data, "train", shards["train"], labelled)
         )
         labels = torch.tensor(_numbered(found, classes), dtype=torch.long)
     files = ArchiveFiles(tuple(map(str, archives)), Names(found.names), torch.tensor(found.spans).reshape(-1, 3))
@@ -112,8 +117,15 @@ def _archives(data: str) -> list[Path]:
         found = sorted(path.glob("*.tar")) or sorted(path.glob("*/*.tar"))
     else:
         found = sorted(path.parent.glob(path.name)) if set(path.name) & set("*?[") else []
-    found = [file for file in found if file.is_file() and not file.name.startswith(".")]
+    found = [file for file in found if not file.name.startswith(".") and not file.is_dir()]
+    for file in found:
+        if not file.is_file():
+            what = "a link to a file that is not there" if file.is_symlink() else "a pipe or a device"
+            raise InputError(f"{shown(file)}: no shard but {what}; fetch it again, or remove it")
     if not found:
+        for split in SPLITS:
+            for folder in _kept(path, split):
+                require_listed(folder, split, [])
         raise InputError(
             f"{data}: no shards here; give a .tar file, a folder of them, or a pattern such as train-*.tar"
         )
@@ -146,7 +158,42 @@ def _by_split(data: str) -> dict[str, list[Path]]:
     if None in told.values():
         untold = next(archive for archive, split in told.items() if split is None)
         raise InputError(f"{shown(untold)}: its name tells no split, those of others do; rename it or move it away")
-    return {split: own for split in SPLITS if (own := [archive for archive in archives if told[archive] == split])}
+    own = {split: [archive for archive in archives if told[archive] == split] for split in SPLITS}
+    return {split: there for split, there in own.items() if there or _kept(typed_path(data), split)}
+
+
+def _kept(path: Path, split: str) -> list[Path]:
+    """The folders in or below `path` where `regard shard` keeps account of this split."""
+    below = [] if next(path.glob("*.tar"), None) else [path / name for name in SPLIT_NAMES[split]]
+    folders = [path, *below]
+    return [folder for folder in folders if (folder / manifest(split)).is_file()]
+
+
+def _whole(data: str, split: str, archives: list[Path], labelled: bool) -> "_Samples":
+    """The samples of a split. Raises InputError where they are not those that `regard shard` wrote."""
+    path = typed_path(data)
+    listed: dict[Path, Shard] = {}
+    for folder in dict.fromkeys([*(archive.parent for archive in archives), *_kept(path, split)]):
+        here = [archive for archive in archives if archive.parent == folder]
+        listed |= {folder / name: shard for name, shard in require_listed(folder, split, here, _asked(path)).items()}
+    found = _samples(archives, labelled)
+    counts = Counter(number for number, _, _ in found.spans)
+    for number, archive in enumerate(archives):
+        if archive in listed and counts[number] != listed[archive].pictures:
+            raise InputError(
+                f"{shown(archive)}: holds {counts[number]} pictures where {listed[archive].pictures} were written; "
+                "fetch it again"
+            )
+    return found
+
+
+def _asked(path: Path) -> Callable[[str], bool]:
+    """Whether a shard is meant: all of a folder are, of a pattern those it fits, of a list none but its own."""
+    if path.is_dir():
+        return lambda name: True
+    if path.is_file() or _BRACES.search(str(path)):
+        return lambda name: False
+    return lambda name: fnmatchcase(name, path.name)
 
 
 def _split_of(archive: Path, data: Path) -> str | None:
@@ -269,21 +316,3 @@ def _numbered(found: _Samples, classes: tuple[str, ...]) -> list[int]:
             raise InputError(f"{name}: its label {label!r} is none of the {len(classes)} classes")
         labels.append(number)
     return labels
-
-
-def _require_finished(folder: Path, split: str) -> None:
-    """What `regard shard` left unfinished is no whole split."""
-    file = folder / manifest(split)
-    try:
-        finished = not file.is_file() or json.loads(file.read_text(encoding="utf-8"))["complete"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{shown(file)}: damaged; write the shards again") from error
-    if not finished:
-        raise InputError(
-            f"{shown(folder)}: the shards of {split} are not all there yet; run the same `regard shard` again"
-        )
-
-
-def manifest(split: str) -> str:
-    """The name of the file in which `regard shard` keeps account of a split."""
-    return f"{split}.shards.json"

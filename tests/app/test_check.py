@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from regard.cli import main
 from regard.verbs.check import Check, check
 from regard.verbs.shard import shard
 from regard.vit.errors import InputError
@@ -199,3 +200,85 @@ def test_no_pictures_is_one_line_of_error(tmp_path: Path) -> None:
 
 def test_the_result_is_what_its_name_says(clean: Path) -> None:
     assert isinstance(check(str(clean)), Check)
+
+
+def test_exact_copies_with_two_labels_are_a_fault_and_near_ones_a_remark(clean: Path) -> None:
+    train = clean / "train"
+    Image.open(train / "cat" / "4.jpg").resize((90, 70)).save(train / "dog" / "near.jpg", quality=75)
+    near = check(clean)
+    assert near.fine
+    assert "  - 1 group of near copies with different labels" in str(near)
+    assert "train/cat/4.jpg (cat) ~ train/dog/near.jpg (dog)" in str(near)
+    (train / "dog" / "same.jpg").write_bytes((train / "cat" / "0.jpg").read_bytes())
+    for options in ({}, {"near": False}, {"split": "train"}):
+        exact = check(clean, **options)  # type: ignore[arg-type]
+        assert not exact.fine
+        assert "LABELS  1 group of copies with different labels" in str(exact)
+
+
+def idx(folder: Path, labels: dict[str, list[int]]) -> Path:
+    folder.mkdir()
+    for split, own in labels.items():
+        pixels = np.random.default_rng(len(split)).integers(0, 256, (len(own), 28, 28), dtype=np.uint8)
+        for kind, data in (("images-idx3", pixels), ("labels-idx1", np.array(own, np.uint8))):
+            header = struct.pack(f">4B{data.ndim}I", 0, 0, 8, data.ndim, *data.shape)
+            (folder / f"{split}-{kind}-ubyte").write_bytes(header + data.tobytes())
+    return folder
+
+
+def test_what_training_refuses_is_not_fine(tmp_path: Path) -> None:
+    for number in range(3):
+        path = tmp_path / "one" / "only" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scene(number).save(path)
+    one = check(tmp_path / "one")
+    assert not one.fine
+    assert "one class ('only'); to classify takes two at least" in one.problems["all"]
+    assert one.findings.splits["all"].counts == {"only": 3}
+
+    ten = list(range(10))
+    assert check(idx(tmp_path / "whole", {"train": ten * 2, "t10k": ten})).fine
+    assert check(idx(tmp_path / "gap-in-test", {"train": ten * 2, "t10k": [1, 2]})).fine  # which training takes
+    gap = check(idx(tmp_path / "gap", {"train": [0, 1, 2], "t10k": ten}))
+    assert not gap.fine
+    assert "no picture of class '3'" in gap.problems["train"]
+    other = check(idx(tmp_path / "other", {"train": ten * 2, "t10k": [*ten, 10]}))
+    assert "its classes are not those of other/train" in other.problems["test"]
+
+    (tmp_path / "one" / "list.csv").write_text("image,label\nonly/0.png,a\nonly/1.png,a\n")
+    assert not check(tmp_path / "one" / "list.csv").fine
+
+
+def test_a_missing_shard_ends_the_check_with_its_name(clean: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shard(clean, out=tmp_path / "out", split=split, per_shard=4)
+    (tmp_path / "out" / "val-000001.tar").unlink()
+    with pytest.raises(InputError, match=r"val-000001\.tar: no such shard"):
+        check(tmp_path / "out")
+    assert check(tmp_path / "out", split="train").fine
+
+
+def test_rows_without_a_split_among_others_end_the_check_with_their_line(clean: Path) -> None:
+    rows = "image,label,split\ntrain/cat/0.jpg,cat,train\ntrain/dog/1.jpg,dog,train\nval/dog/11.jpg,dog,\n"
+    (clean / "list.csv").write_text(rows)
+    with pytest.raises(InputError, match=r"list\.csv, line 4: the split is empty"):
+        check(clean / "list.csv")
+
+
+@pytest.mark.parametrize("wrong", [{"workers": -4}, {"limit": 0}, {"limit": -3}])
+def test_a_number_that_means_nothing_is_one_line_of_error(clean: Path, wrong: dict[str, int]) -> None:
+    [(name, value)] = wrong.items()
+    with pytest.raises(InputError, match=f"{name} is {value}"):
+        check(clean, **wrong)  # type: ignore[arg-type]
+
+
+def test_help_tells_the_exit_codes_and_the_command_gives_them(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0: fine, 1: something to mend, 2: could not look" in told
+    assert main(["check", str(clean)]) == 0
+    (clean / "train" / "cat" / "gone.jpg").symlink_to(clean / "nowhere")
+    assert main(["check", str(clean)]) == 1
+    assert "train/cat/gone.jpg: a link to a file that is not there" in capsys.readouterr().out
+    assert main(["check", str(clean / "nowhere")]) == 2

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from regard.datasets.pictures import load_pictures
+from regard.verbs.check import check
 from regard.verbs.shard import shard
 from regard.vit.errors import InputError
 
@@ -81,6 +82,8 @@ def test_a_full_disk_keeps_whole_shards_and_the_next_run_ends_the_work(
         ({"size": 0}, "size is 0"),
         ({"quality": 101}, "quality is 101"),
         ({"split": "trian"}, "split 'trian' is unknown"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1 << 70}, "seed is 1180591620717411303424"),
     ],
 )
 def test_a_wrong_setting_is_one_line_of_error(
@@ -95,3 +98,50 @@ def test_a_place_that_cannot_be_written_is_one_line_of_error(folder: Path, tmp_p
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match="cannot be written"):
         shard(folder, out=tmp_path / "file" / "out")
+
+
+def test_a_file_in_the_place_of_the_folder_is_told_as_one(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="file: is a file; --out is the folder"):
+        shard(folder, out=tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="link: is a file or a link"):
+        shard(folder, out=tmp_path / "link")
+
+
+def test_shards_are_not_written_among_the_pictures_they_are_made_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "same").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    before = sorted(tmp_path.rglob("*"))
+    for out in (folder, Path("."), tmp_path / "same", folder / "a", folder / "new"):  # a class called `new`
+        with pytest.raises(InputError, match="would lie among the pictures of"):
+            shard(folder, out=out)
+    assert sorted(tmp_path.rglob("*")) == before
+    shard(folder, out=tmp_path / "shards")
+    for source in (tmp_path / "shards", tmp_path / "shards" / "train-000000.tar", tmp_path / "shards" / "train-*.tar"):
+        with pytest.raises(InputError, match="would lie among the pictures of"):
+            shard(source, out=tmp_path / "shards")
+    assert len(load_pictures(folder)) == len(load_pictures(tmp_path / "shards")) == 7
+
+
+def test_shards_may_stand_beside_the_split_folders_they_are_made_of(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    folder.rename(tmp_path / "root" / "train")
+    with pytest.raises(InputError, match="would lie among the pictures of"):
+        shard(tmp_path / "root", out=tmp_path / "root" / "train" / "new")
+    shard(tmp_path / "root", out=tmp_path / "root" / "shards")
+    assert len(load_pictures(tmp_path / "root")) == len(load_pictures(tmp_path / "root" / "shards")) == 7
+
+
+def test_files_that_were_copied_unread_are_told_and_check_finds_what_is_broken(folder: Path, tmp_path: Path) -> None:
+    (folder / "a" / "bad.jpg").write_bytes(b"no picture")
+    made = shard(folder, out=tmp_path / "out")
+    assert made.unread
+    assert f"files copied unread; what is broken: regard check {tmp_path / 'out'}" in str(made)
+    assert [why for _, why in check(tmp_path / "out").findings.splits["train"].broken]
+    (folder / "a" / "bad.jpg").unlink()
+    shrunk = shard(folder, out=tmp_path / "small", size=16)
+    assert not shrunk.unread
+    assert "unread" not in str(shrunk)

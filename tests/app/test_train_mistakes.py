@@ -1,6 +1,7 @@
 """What people do to `regard train classify` and `distill` at night, and the one line or the right thing they get."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from regard.train.classify.recipe import ClassifyRecipe
+from regard.train.recipe import load_recipe
+from regard.vit import ViT
 from regard.vit.files import write_atomically
 
 TINY = [
@@ -165,3 +169,72 @@ def test_json_stands_alone_on_standard_output(place: Path, regard_command: Comma
     assert "the card before the run" in refused(
         classify(regard_command, "--trainer.enable_model_summary", "true", "--json", out="two")
     )
+
+
+def test_a_run_that_is_not_finished_opens_at_its_best_epoch(place: Path, regard_command: Command) -> None:
+    ran = classify(regard_command, "--ema", "0.5", "--epochs", "2")
+    assert ran.code == 0, ran.err
+    finished = ViT.from_pretrained("run")
+    shutil.rmtree(place / "run" / "model")
+    for source in ("run", "run/checkpoints/best.ckpt"):
+        opened = ViT.from_pretrained(source)
+        assert opened.config == finished.config
+        assert same(opened.state_dict(), finished.state_dict())
+    again = regard_command("evaluate", "classify", "--model", "run", "--data", "flat", "--split", "train", "--json")
+    assert again.code == 0, again.err
+
+
+def test_a_teacher_in_a_checkpoint_opens_as_a_plain_vit(place: Path, regard_command: Command) -> None:
+    assert distill(regard_command, "--drop_path", "0.2").code == 0
+    saved, opened = ViT.from_pretrained("run"), ViT.from_pretrained("run/checkpoints/last.ckpt")
+    assert opened.config == saved.config
+    assert opened.config.drop_path == 0
+    assert same(opened.state_dict(), saved.state_dict())
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("task", ["classify", "distill"])
+def test_either_task_starts_from_a_model_of_our_own(place: Path, regard_command: Command, task: str) -> None:
+    assert classify(regard_command, out="first").code == 0
+    shape = ("--vit.image_size", "[24,16]", "--batch", "4", "--epochs", "1", "--trainer.accelerator", "cpu")
+    more = ("--prototypes", "64", "--hidden", "32") if task == "distill" else ()
+    ran = regard_command("train", task, "--pretrained", "first", "--data", "flat", *shape, *more, "--out", "second")
+    assert ran.code == 0, ran.err
+    assert ViT.from_pretrained("second").config.image_size == (24, 16)
+
+
+def test_a_field_that_the_weights_settle_is_named(place: Path, regard_command: Command) -> None:
+    assert classify(regard_command, out="first").code == 0
+    flags = ("--pretrained", "first", "--data", "flat", "--vit.dim", "64", "--out", "second")
+    ran = regard_command("train", "classify", *flags)
+    assert "leave dim out" in refused(ran)
+
+
+def test_a_number_is_a_number_as_everyone_writes_it(place: Path) -> None:
+    (place / "mine.yaml").write_text("lr: 1e-3\nweight_decay: 5E-2\nvit: {layer_scale: 1e-5}\n")
+    recipe = load_recipe("mine.yaml", ClassifyRecipe)
+    assert (recipe.lr, recipe.weight_decay, recipe.vit["layer_scale"]) == (1e-3, 5e-2, 1e-5)
+
+
+def test_a_split_val_chooses_the_best_epoch_unless_told_otherwise(place: Path, regard_command: Command) -> None:
+    for split in ("train", "val"):
+        draw(place / "split" / split, seed=len(split))
+    assert "on 18 of split/val" in classify(regard_command, "--data", "split").err
+    assert "on 6 of split/train" in classify(regard_command, "--data", "split", "--held_out", "0.33", out="two").err
+
+
+def test_another_width_brings_its_own_mlp() -> None:
+    assert ViT.preset("tiny", dim=32, heads=2, depth=1).blocks[0].mlp.fc1.out_features == 128
+    assert ViT.preset("tiny", dim=32, heads=2, depth=1, hidden_dim=48).blocks[0].mlp.fc1.out_features == 48
+
+
+def test_a_misspelt_flag_and_a_verb_alone_get_help(regard_command: Command) -> None:
+    assert "did you mean --epochs?" in refused(regard_command("train", "classify", "--epoch", "3"))
+    ran = regard_command("train", "--help")
+    assert ran.code == 0
+    assert "regard train distill --help" in ran.out
+    line = refused(regard_command("train", "classify", "--vit.image_size", "64"))
+    assert "such as [64, 64]" in line

@@ -1,6 +1,7 @@
 """Every planted fault is found and named, and nothing else is."""
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,18 @@ def test_a_broken_picture_and_a_text_named_jpg_are_named_with_their_reason(clean
     assert "not an image" in dict(splits["test"].broken)["test/dog/notes.jpg"]
     assert "empty (0 bytes)" in dict(splits["test"].broken)["test/dog/empty.jpg"]
     assert (splits["train"].pictures, splits["train"].formats) == (13, {"JPEG": 12})
+
+
+def test_links_to_nowhere_and_pipes_named_as_pictures_are_broken(clean: Path) -> None:
+    (clean / "train" / "cat" / "gone.jpg").symlink_to(clean / "nowhere.jpg")
+    (clean / "train" / "dog" / "round.jpg").symlink_to("round.jpg")
+    os.mkfifo(clean / "test" / "dog" / "pipe.jpg")
+    splits = found(clean).splits
+    broken = dict(splits["train"].broken)
+    assert broken["train/cat/gone.jpg"] == "a link to a file that is not there; mend or remove it"
+    assert broken.keys() == {"train/cat/gone.jpg", "train/dog/round.jpg"}
+    assert [name for name, _ in splits["test"].broken] == ["test/dog/pipe.jpg"]
+    assert (splits["train"].pictures, splits["train"].formats) == (14, {"JPEG": 12})
 
 
 def test_a_copy_across_splits_is_found_whatever_its_name_and_format(clean: Path) -> None:
@@ -144,6 +157,8 @@ def test_a_limit_opens_pictures_spread_over_the_split(clean: Path) -> None:
     assert findings.splits["train"].counts == {"cat": 6, "dog": 6}  # labels cost nothing
     with pytest.raises(InputError, match="limit is 0"):
         found(clean, limit=0)
+    with pytest.raises(InputError, match="workers is -4"):
+        found(clean, workers=-4)
 
 
 def test_threads_find_what_one_thread_finds(clean: Path) -> None:

@@ -7,8 +7,13 @@ import torch
 from PIL import Image
 
 from regard.datasets import load_pictures, require_classes, splits_of
+from regard.datasets.augment.views import CentreView
 from regard.datasets.sources.files import Names
+from regard.datasets.sources.folder import picture_files
+from regard.train.pictures import PictureBatches
+from regard.train.sampling import Draw
 from regard.vit.errors import InputError
+from regard.vit.preprocess import Preprocess
 
 
 def picture(path, colour=(1, 2, 3), size=(5, 4)):
@@ -67,6 +72,56 @@ def test_what_is_hidden_or_no_picture_is_left_out_and_links_are_followed(tmp_pat
     os.symlink(tmp_path / "elsewhere" / "3.png", root / "a" / "link.png")
     os.symlink(root / "b", root / "b" / "round")  # leads back to itself
     assert ids(load_pictures(root)) == ["a/1.png", "a/link.png", "b/1.png", "b/linked/3.png"]
+
+
+def test_what_is_named_as_a_picture_and_cannot_be_read_is_counted_and_named_when_it_is_read(tmp_path):
+    root = folder(tmp_path / "set", ["a/1.png", "b/1.png"])
+    os.symlink(tmp_path / "gone.png", root / "a" / "gone.png")
+    os.symlink("round.png", root / "a" / "round.png")
+    os.symlink(tmp_path / "gone.txt", root / "a" / "notes.txt")  # not named as a picture
+    os.mkfifo(root / "b" / "pipe.jpg")
+    for labelled in (True, False):
+        pictures = load_pictures(root, labelled=labelled)
+        assert ids(pictures) == ["a/1.png", "a/gone.png", "a/round.png", "b/1.png", "b/pipe.jpg"]
+        for index, why in ((1, "a link to a file that is not there"), (2, "cannot be opened"), (4, "a pipe or a dev")):
+            with pytest.raises(InputError, match=f"{pictures.id(index)}: {why}"):
+                pictures.image(index)
+
+
+@pytest.mark.parametrize("bad_images", ["error", "skip", "replace"])
+def test_a_link_to_nowhere_is_met_in_training_as_any_broken_picture(bad_images, tmp_path):
+    root = folder(tmp_path / "set", ["a/1.png", "b/1.png"])
+    os.symlink(tmp_path / "gone.png", root / "a" / "gone.png")
+    view = CentreView(Preprocess((8, 8)))
+    batches = PictureBatches(load_pictures(root), view, seed=0, bad_images=bad_images)
+    draws = [Draw(index, 0, True) for index in range(3)]
+    if bad_images == "error":
+        with pytest.raises(InputError, match=r"gone\.png: a link to a file that is not there"):
+            batches.__getitems__(draws)
+        return
+    batch = batches.__getitems__(draws)
+    assert [name for name, _ in batch.bad] == ["a/gone.png"]
+    assert batch.counts.tolist() == [True, bad_images == "replace", True]
+    assert ("a/gone.png" in batch.ids) == (bad_images == "skip")
+
+
+@pytest.mark.parametrize("name", ["val", "train/c", "train/a/deep/er"])
+def test_a_folder_that_is_a_link_to_nowhere_is_an_error_and_no_smaller_set(name, tmp_path):
+    root = folder(tmp_path / "set", ["train/a/deep/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png"])
+    os.symlink(tmp_path / "gone", root / name)
+    for labelled in (True, False):
+        with pytest.raises(InputError, match=f"{name}: a link that leads nowhere"):
+            load_pictures(root, labelled=labelled)
+
+
+def test_only_links_are_looked_up_one_by_one(tmp_path, monkeypatch):
+    root = folder(tmp_path / "set", [f"{name}/{number}.png" for name in "ab" for number in range(20)])
+    os.symlink(root / "a" / "1.png", root / "b" / "link.png")
+    looked_up = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **options: looked_up.append(str(path)) or stat(path, **options))
+    assert len(list(picture_files(root))) == 41
+    assert [path for path in looked_up if path.endswith(".png")] == [str(root / "b" / "link.png")]
 
 
 def test_without_split_folders_everything_is_for_training_and_a_share_is_held_out(tmp_path):
@@ -214,13 +269,18 @@ def test_a_folder_may_hold_one_table_per_split(tmp_path):
 @pytest.mark.parametrize(
     ("text", "split", "expected"),
     [
-        ("image,label\n1.png,\n", "train", "line 2: no 'label' here"),
+        ("image,label\n1.png,a\n1.png,\n", "train", "line 3: the label is empty; give one, or remove the row"),
+        ("image,category\n1.png,a\n1.png, \n", "train", "line 3: the label is empty; give one, or remove the row"),
+        ("image,label\n1.png,a\n,b\n", "train", "line 3: the image is empty; give one, or remove the row"),
+        ("image,tag\n1.png,a\n", "train", "line 2: no 'label' here (it has image, tag)"),
         ("picture,label\n1.png,a\n", "train", "line 2: no 'image' here (it has picture, label)"),
         ("image,path,label\n1.png,1.png,a\n", "train", "both 'image' and 'path'"),
         ("image,label\ngone.png,a\n", "train", "line 2: no image file"),
         ("image,label,split\n1.png,a,dev\n", "train", "split 'dev' is unknown"),
         ("image,label,split\n1.png,a,train\n1.png,b,val\n", "val", "line 3: the class 'b' is not in train"),
         ("image,label,split\n1.png,a,train\n1.png,b,train\n1.png,a,val\n", "val", "the class 'b' of train is missing"),
+        ("image,label,split\n1.png,a,train\n1.png,b,\n", "train", "line 3: the split is empty, other rows have one"),
+        ("image,label,split\n1.png,a,\n1.png,b,val\n", "val", "line 2: the split is empty, other rows have one"),
         ("image,label,split\n1.png,a,train\n", "test", "no split 'test'; there are train"),
         ("image,label\n", "train", "holds no row"),
     ],
@@ -229,6 +289,28 @@ def test_what_is_wrong_with_a_table_is_told_with_its_line(text, split, expected,
     folder(tmp_path, ["1.png"])
     (tmp_path / "list.csv").write_text(text)
     assert expected in message(tmp_path / "list.csv", split)
+
+
+@pytest.mark.parametrize("empty", [None, "", "  "])
+@pytest.mark.parametrize("column", ["label", "split"])
+def test_an_empty_field_of_json_is_told_with_its_line(column, empty, tmp_path):
+    folder(tmp_path, ["1.png"])
+    rows = [{"image": "1.png", "label": name, "split": "train"} for name in "ab"]
+    rows[1][column] = empty
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert f"line 2: the {column} is empty" in message(tmp_path / "list.jsonl")
+    del rows[1]["split"]
+    rows[1]["label"] = "b"
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match="line 2: the split is empty"):
+        splits_of(tmp_path / "list.jsonl")
+
+
+def test_a_split_column_that_is_empty_all_through_tells_no_split(tmp_path):
+    folder(tmp_path, ["1.png"])
+    (tmp_path / "list.csv").write_text("image,label,split\n1.png,a,\n1.png,b,\n")
+    assert splits_of(tmp_path / "list.csv") == ()
+    assert len(load_pictures(tmp_path / "list.csv")) == 2
 
 
 # ImageNet ------------------------------------------------------------------------------------------------------------

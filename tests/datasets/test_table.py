@@ -190,3 +190,10 @@ def test_load_questions_finds_the_split_or_lists_what_it_looked_for(folder):
         load_questions(folder / "nowhere", "train")
     with pytest.raises(InputError, match=r"not a table; its name must end in one of \.jsonl"):
         load_questions(folder / "a.png", "train")
+
+
+def test_empty_label_and_split_cells_of_a_table_that_serves_for_pictures_too_are_passed_over(folder: Path) -> None:
+    told = csv_file(folder, "image,question,answer,label,split\na.png,What?,red,,\n")
+    assert len(load_table(told).images) == 1
+    with pytest.raises(InputError, match="unknown field 'label'"):
+        load_table(csv_file(folder, "image,question,answer,label\na.png,What?,red,x\n"))

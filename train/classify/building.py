@@ -2,26 +2,22 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from regard.train.classify.recipe import ClassifyRecipe
+from regard.train.starting import parted, with_settings
 from regard.vit import ViT, checkpoint
-from regard.vit.config import changed_vit
-from regard.vit.errors import InputError, reason
+from regard.vit.errors import InputError
 from regard.vit.files import write_atomically
 from regard.vit.pretrained.files import locate
-from regard.vit.surgery import regridded
+from regard.vit.pretrained.opening import is_own
 
 CLASSES = "classes.json"
 """The names of a classifier's outputs, in order, beside its weights."""
-
-# What a trained model may be changed in: the blocks and tokens keep their tensors and what these mean.
-_OPEN = ("preprocess", "pooling", "drop_path", "size_policy", "position_resize")
 
 
 def build(recipe: ClassifyRecipe, classes: Sequence[str]) -> tuple[ViT, str]:
@@ -78,19 +74,14 @@ def class_names(source: str | Path) -> tuple[str, ...] | None:
 
 
 def _pretrained(recipe: ClassifyRecipe, source: str, classes: Sequence[str]) -> tuple[ViT, str]:
-    changes = dict(recipe.vit)
-    kept = {name: changes.pop(name) for name in _OPEN if name in changes}
-    image_size = changes.pop("image_size", None)
-    vit, told = _opened(source, len(classes), changes)
+    opening, kept, image_size = parted(recipe.vit)
+    vit, told = _opened(source, len(classes), opening)
     known = class_names(source)
     if vit.head is not None and known is not None and known != tuple(classes):
         told = f"its head is of other classes ({_few(known)}); a new one of {len(classes)} takes its place"
-        vit = _changed(vit, {"classes": 0})
-    if image_size is not None:
-        kept.setdefault("preprocess", {}).setdefault("size", image_size)
-        vit = regridded(vit, tuple(image_size))
+        vit = with_settings(vit, {"classes": 0})
     before = vit.pool.width
-    vit = _changed(vit, {**kept, "drop_path": recipe.drop_path, "classes": len(classes)})
+    vit = with_settings(vit, {**kept, "drop_path": recipe.drop_path, "classes": len(classes)}, image_size)
     if vit.pool.width != before:
         told = f"a new head of {len(classes)} classes on what is pooled now"
     return vit, f"weights of {source}: {told}"
@@ -99,12 +90,12 @@ def _pretrained(recipe: ClassifyRecipe, source: str, classes: Sequence[str]) -> 
 def _opened(source: str, count: int, changes: dict[str, Any]) -> tuple[ViT, str]:
     """The weights, with their own head where it is of `count` classes, and what became of the head."""
     new = f"a new head of {count} classes takes its place"
-    if checkpoint.is_ours(locate(source)):
+    if is_own(locate(source)):
         vit = ViT.from_pretrained(source, **changes)
         own = vit.config.classes
         if own == count:
             return vit, f"its head of {count} classes is trained on"
-        vit = _changed(vit, {"classes": 0})
+        vit = with_settings(vit, {"classes": 0})
         return vit, f"its head is of {own} classes; {new}" if own else f"a new head of {count} classes on it"
     try:
         return ViT.from_pretrained(source, classes=count, **changes), f"its head of {count} classes is trained on"
@@ -116,30 +107,6 @@ def _opened(source: str, count: int, changes: dict[str, Any]) -> tuple[ViT, str]
     if other[1] == "no classifier":
         return vit, f"a new head of {count} classes on it"
     return vit, f"it has {other[1]}; {new}"
-
-
-def _changed(vit: ViT, changes: Mapping[str, Any]) -> ViT:
-    """The same weights under a changed configuration; a head that is not there or does not fit begins at 0.
-
-    (Dosovitskiy et al., 2021, section 3.2: a head of zeros lets fine-tuning begin at the pretrained features.)
-    """
-    config = changed_vit(vit.config, changes)
-    tensors: dict[str, Tensor] = dict(vit.state_dict())
-    try:
-        with torch.device("meta"):
-            made = ViT(config)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"vit: no model can be built from these settings ({reason(error)})") from error
-    expected = made.state_dict()
-    head = {name: torch.zeros(t.shape, dtype=vit.dtype) for name, t in expected.items() if name.startswith("head.")}
-    if not all(name in tensors and tensors[name].shape == t.shape for name, t in head.items()):
-        tensors |= head
-    tensors = {name: t for name, t in tensors.items() if not name.startswith("head.") or name in expected}
-    checkpoint.account("the pretrained weights under the settings in vit", expected, tensors)
-    made.load_state_dict(tensors, assign=True)
-    made.requires_grad_(True)
-    made.report = vit.report
-    return made
 
 
 def _few(names: Sequence[str]) -> str:

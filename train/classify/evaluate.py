@@ -14,9 +14,10 @@ from regard.train.classify.neighbours import NeighbourScore, best_of, score_neig
 from regard.train.classify.probe import train_probe
 from regard.train.classify.score import rightly
 from regard.train.features import Pooled, Progress, features, natural, raw_pixels, scored_batches
-from regard.vit import Preprocess, ViT, checkpoint
+from regard.vit import Preprocess, ViT
 from regard.vit.errors import InputError
 from regard.vit.pretrained.files import locate
+from regard.vit.pretrained.opening import is_own
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,7 @@ def open_classifier(model: str | Path, pictures: PictureSet) -> tuple[ViT, list[
     """
     require_labels(pictures)
     count, place = len(pictures.classes), locate(model)
-    ours = checkpoint.is_ours(place)
-    vit = ViT.from_pretrained(model) if ours else ViT.from_pretrained(model, classes=count)
+    vit = ViT.from_pretrained(model) if is_own(place) else ViT.from_pretrained(model, classes=count)
     if vit.head is None:
         raise InputError(
             f"{model}: a ViT without a classifier; train one on it: regard train classify --pretrained {model} --data …"

@@ -21,7 +21,7 @@ from regard.train.muon import MuonWithAdamW, hidden_matrices
 from regard.train.optim import configure, depth_factors
 from regard.train.pictures import PictureBatch
 from regard.train.steps import steps_per_epoch, total_steps
-from regard.vit import ViT
+from regard.vit import ViT, ViTConfig
 from regard.vit.errors import InputError
 from regard.vit.flops import forward_macs
 
@@ -82,6 +82,9 @@ class ClassifyModule(RegardModule):
             return self.vit
         assert isinstance(self.average.network, ViT)
         return self.average.network
+
+    def kept(self) -> tuple[str, ViTConfig]:
+        return "vit." if self.average is None else "average.network.", self.vit.config
 
     # What is trained, and how fast
 

@@ -17,8 +17,8 @@ class ClassifyRecipe:
         data: pictures with labels: a folder with one folder per class, a table (CSV, JSONL), tar shards, or a name such
             as `fashion-mnist`.
         split: which split of them is trained on.
-        held_out: share of it kept out of training, stratified by class, to choose the best epoch by; 0 or null
-            takes the split `val` for that. The split `test` is never read.
+        held_out: share of it kept out of training, stratified by class, to choose the best epoch by; 0 takes the split
+            `val` for that, and null does where there is one, else a tenth. The split `test` is never read.
         model: preset of `ViT`, for random weights.
         pretrained: weights to start from, instead of the preset's random ones: folder, file, hub name or timm name of
             any ViT. A head for another number of classes gives way to a new one.
@@ -71,7 +71,7 @@ class ClassifyRecipe:
     about: str = ""
     data: str = "fashion-mnist"
     split: str = "train"
-    held_out: float | None = 0.1
+    held_out: float | None = None
     model: str = "small"
     pretrained: str | None = None
     vit: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class ClassifyRecipe:
             raise InputError(f"crop_ratio is {self.crop_ratio}; it must be two numbers above 0, the smaller first")
         if self.split == "test":
             raise InputError("split is test, which is kept for the one score after training; train on another")
-        if self.split == "val" and not self.held_out:
+        if self.split == "val" and self.held_out == 0:
             raise InputError("split is val, which would also choose the best epoch; set held_out to a share of it")
         if self.freeze_vit and (self.layer_decay != 1 or self.drop_path):
             raise InputError("freeze_vit keeps the blocks as they are; leave layer_decay and drop_path out")

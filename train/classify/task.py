@@ -23,6 +23,8 @@ from regard.vit.checkpoint import require_place
 from regard.vit.errors import InputError
 from regard.vit.files import typed_path
 
+_HELD_OUT = 0.1  # where no split is there for it
+
 
 class ClassifyData(PictureData):
     """Batches that leave on the host what the dice are made of: asking the device for it would wait for it.
@@ -199,9 +201,11 @@ def pictures_of(recipe: ClassifyRecipe) -> tuple[PictureSet, PictureSet]:
     """(training, held out): a share of the training split, or the split `val`. The split `test` is never read."""
     pictures = load_pictures(recipe.data, recipe.split)
     require_classes(pictures)
-    if recipe.held_out:
-        return pictures.split(recipe.held_out, recipe.seed)
-    if "val" not in splits_of(recipe.data):
+    has_val = "val" in splits_of(recipe.data) and recipe.split != "val"
+    share = recipe.held_out if recipe.held_out is not None else 0.0 if has_val else _HELD_OUT
+    if share:
+        return pictures.split(share, recipe.seed)
+    if not has_val:
         raise InputError(f"{recipe.data}: has no split val to choose the best epoch by; set held_out to a share")
     held_out = load_pictures(recipe.data, "val")
     if held_out.classes != pictures.classes:

@@ -15,6 +15,7 @@ from regard.train.distill.network import initialise_as_dino
 from regard.train.distill.recipe import DistillRecipe
 from regard.train.pictures import PictureBatch, PictureBatches, PictureData, require_channels
 from regard.train.recompute import recompute_layers
+from regard.train.starting import started
 from regard.vit import ViT
 from regard.vit.config import preset_config
 from regard.vit.errors import InputError
@@ -81,11 +82,10 @@ def prepare(recipe: DistillRecipe) -> tuple[DistillModule, DistillData, list[str
 
 def build(recipe: DistillRecipe) -> ViT:
     """The student's backbone: of a preset with DINO's fresh weights, or pretrained."""
-    changes = {**recipe.vit, "drop_path": recipe.drop_path, "classes": 0}
     if recipe.pretrained is not None:
-        changes.pop("classes")
-        return ViT.from_pretrained(recipe.pretrained, **changes).as_encoder().train()
-    vit = ViT(preset_config(recipe.model, **changes))
+        vit = started(recipe.pretrained, recipe.vit, drop_path=recipe.drop_path, classes=0)
+        return vit.as_encoder().train()
+    vit = ViT(preset_config(recipe.model, **{**recipe.vit, "drop_path": recipe.drop_path, "classes": 0}))
     initialise_as_dino(vit)
     return vit
 

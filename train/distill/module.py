@@ -5,6 +5,7 @@ number, forward, backward, the check for finite numbers, clipping, freezing, the
 the momentum of that number, and the centres move once, by all batches of the step on all ranks.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -28,7 +29,7 @@ from regard.train.module import RegardModule
 from regard.train.pictures import PictureBatch
 from regard.train.sampling import mix
 from regard.train.steps import epochs, steps_per_epoch, total_steps
-from regard.vit import ViT
+from regard.vit import ViT, ViTConfig
 from regard.vit.flops import forward_macs
 
 PATIENCE = 500  # batches, fewer in a short run
@@ -80,6 +81,9 @@ class DistillModule(RegardModule):
         super().train(mode)
         self.teacher.eval()
         return self
+
+    def kept(self) -> tuple[str, ViTConfig]:
+        return "teacher.backbone.", dataclasses.replace(self.teacher.backbone.config, drop_path=0.0)
 
     def networks(self) -> list[nn.Module]:
         return [self.student, self.teacher]

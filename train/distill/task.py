@@ -1,6 +1,5 @@
 """The task `distill`: train a ViT on pictures without labels, by self-distillation (DINO)."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 
 from regard.datasets.pictures import splits_of
-from regard.train.checkpoints import load
 from regard.train.distill.building import prepare, tell
 from regard.train.distill.module import DistillModule
 from regard.train.distill.recipe import DistillRecipe
@@ -18,10 +16,7 @@ from regard.train.result import MODEL, Trained, next_score
 from regard.train.steps import is_first_rank
 from regard.vit import ViT
 from regard.vit.checkpoint import require_place
-from regard.vit.config import ViTConfig
 from regard.vit.files import typed_path
-
-_TEACHER = "teacher.backbone."
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,6 @@ def train_distill(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         module, data, reasons = prepare(settings)
-    config = dataclasses.replace(module.teacher.backbone.config, drop_path=0.0)
 
     def claimed() -> None:
         if not fast_dev_run:
@@ -93,16 +87,8 @@ def train_distill(
     )
     place = (folder if result.folder is None else result.folder.path) / MODEL
     if is_first_rank():
-        export_teacher(result.best or result.last, config, place)
+        ViT.from_pretrained(result.best or result.last).save_pretrained(place)
     return TrainedDistill(place, result, settings.data, splits_of(settings.data))
-
-
-def export_teacher(checkpoint: Path, config: ViTConfig, folder: Path) -> None:
-    """Write the teacher's backbone in a training checkpoint as a plain ViT of this configuration."""
-    saved = load(checkpoint)["state_dict"]
-    vit = ViT(config)
-    vit.load_state_dict({name.removeprefix(_TEACHER): w for name, w in saved.items() if name.startswith(_TEACHER)})
-    vit.save_pretrained(folder)
 
 
 def _trainer(settings: DistillRecipe, module: DistillModule) -> dict[str, Any]:

@@ -51,7 +51,10 @@ def locate(source: str | Path) -> Path:
         return path
     if path.is_dir():
         run = path / "model"  # a training run keeps its model there
-        return run if not (path / CONFIG).exists() and (run / CONFIG).exists() else path
+        if not (path / CONFIG).exists() and (run / CONFIG).exists():
+            return run
+        saved = (path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))  # of one that is not finished
+        return next((file for file in saved if file.is_file()), path)
     if path.suffix in _SUFFIXES:  # never the name of a repository
         raise InputError(f"no model at {str(source)!r}: no such file")
     return hub.fetch(str(source), _BESIDE, _WEIGHTS)

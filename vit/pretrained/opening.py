@@ -32,7 +32,7 @@ def open_vit(
     """What `ViT.from_pretrained` does; see there."""
     if not isinstance(source, nn.Module):
         folder = files.locate(source)
-        if checkpoint.is_ours(folder):
+        if is_own(folder):
             return _ours(folder, classes, position_resize, changes)
         read = files.read(folder, str(source), part)
     else:
@@ -40,6 +40,11 @@ def open_vit(
     read.changes = {name: value for name, value in {**changes, "classes": classes}.items() if value is not None}
     read, layout = unwrapped(read, part)
     return _build(layout.prepare(read), layout, classes, position_resize, dtype)
+
+
+def is_own(path: Path) -> bool:
+    """Whether a model of Regard's own is there: a saved one, or that of a training checkpoint."""
+    return checkpoint.is_ours(path) or checkpoint.of_training(path, ViTConfig) is not None
 
 
 def _build(
@@ -169,8 +174,17 @@ def _called(name: str, origin: Mapping[str, str], table: tuple[rules.Rule, ...],
 
 def _ours(folder: Path, classes: int | None, resize: str | PositionResize | None, changes: Mapping[str, Any]) -> ViT:
     if isinstance(resize, str) or classes is not None or any(value is not None for value in changes.values()):
-        raise InputError(f"{folder}: saved by Regard, with every setting in its {checkpoint.CONFIG}; open it as it is")
-    vit = checkpoint.load(folder, ViTConfig, ViT)
+        given = [name for name, value in {**changes, "classes": classes}.items() if value is not None]
+        what = given[0] if given else "position_resize by name"
+        raise InputError(f"{folder}: saved by Regard with every setting beside it, {what} among them; leave {what} out")
+    trained = checkpoint.of_training(folder, ViTConfig)
+    if trained is None:
+        vit = checkpoint.load(folder, ViTConfig, ViT)
+    else:
+        vit = ViT(trained[0])
+        checkpoint.account(str(folder), vit.state_dict(), trained[1])
+        vit.load_state_dict(trained[1])
+        vit.eval()
     count = sum(p.numel() for p in vit.parameters())
     names = {name: name for name in vit.state_dict()}
     vit.report = LoadReport(str(folder), "regard", count, (), names, (), (), {}, ())

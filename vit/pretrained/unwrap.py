@@ -31,7 +31,10 @@ _OTHER_KINDS = (
     (r"(^|\.)layer1\.0\.(conv1|bn1)\.weight$|running_mean$", "a convolutional network"),
     (r"(^|\.)stages\.\d+\.", "a network of stages, which is no vision transformer of one width"),
     (r"(word_embeddings|token_embedding|embed_tokens|wte|shared)\.weight$", "a text model"),
-    (r"(^|\.)tokenizer\.proj\.weight$", "a model of Regard's own, which opens as the folder it was saved in"),
+    (
+        r"(^|\.)tokenizer\.proj\.weight$",
+        "a model of Regard's own without its settings; name the folder of its finished run",
+    ),
     (_OPTIMIZER.pattern, "the state of an optimizer"),
 )
 
