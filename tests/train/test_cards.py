@@ -46,7 +46,7 @@ def test_a_card_names_model_cost_batch_precision_steps_and_memory(
     lines = said(tmp_path, capfd, Carded(), Data(4), accumulate_grad_batches=2)
     card = dict(line.split(None, 1) for line in lines[:7])
     assert card["data"] == "40 points in 2 classes"
-    assert card["parameters"] == "86, of which 74 are trained"
+    assert card["parameters"] == "74 trained, 12 kept or averaged"
     assert card["cost"] == "4.2 GFLOPs an image, forward and backward"
     assert card["batch"] == "4 x 1 device x 2 accumulated = 8 images a step"
     assert card["precision"] == "32-true on cpu"

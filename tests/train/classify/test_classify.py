@@ -312,9 +312,11 @@ def test_the_test_split_is_never_read_and_held_out_pictures_are_never_trained_on
 def test_a_set_without_val_does_not_fall_back_on_test(plain: Path, tmp_path: Path) -> None:
     folder = script.draw(tmp_path / "pictures")
     script.draw(folder, split="test")
-    for nothing in (0, None):
-        with pytest.raises(InputError, match="has no split val to choose the best epoch by; set held_out"):
-            prepare(recipe(plain, folder, held_out=nothing))
+    with pytest.raises(InputError, match="has no split val to choose the best epoch by; set held_out"):
+        prepare(recipe(plain, folder, held_out=0))
+    pictures = prepare(recipe(plain, folder, held_out=None))[1]
+    assert pictures.held_out is not None
+    assert pictures.held_out.pictures.name == "pictures/train"
     with pytest.raises(InputError, match="split is test"):
         recipe(plain, folder, split="test")
 
