@@ -29,6 +29,9 @@ bench: $(VENV)/owners.installed
 	$(BIN)/python benchmarks/forward_speed.py
 	$(BIN)/python benchmarks/blip_questions.py
 	$(BIN)/python benchmarks/rank_candidates.py
+	$(BIN)/python benchmarks/classify_speed.py
+	$(BIN)/python benchmarks/loader_speed.py
+	$(BIN)/python benchmarks/flops.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
