@@ -128,7 +128,7 @@ def train_answer(
         fast_dev_run=fast_dev_run,
         profile=profile,
     )
-    place = (folder if result.folder is None else result.folder.path) / MODEL
+    place = result.out / MODEL
     if is_first_rank():
         module.load_state_dict(load(result.best or result.last)["state_dict"])
         merge_lora(module.model)

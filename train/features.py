@@ -1,18 +1,16 @@
 """The features of a set of pictures, one vector each, from a ViT in inference mode: for k-NN and linear probes."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from regard.datasets.augment.views import CentreView
 from regard.datasets.pictures import PictureSet
-from regard.train.interrupt import ignore_ctrl_c
 from regard.train.pictures import PictureBatch, PictureBatches
 from regard.train.sampling import EvalBatches
-from regard.train.workers import Refused, Telling
+from regard.train.workers import Refused, loader_of
 from regard.vit import Preprocess, ViT
 from regard.vit.errors import InputError
 
@@ -90,13 +88,7 @@ def scored_batches(
     batches = PictureBatches(
         pictures, CentreView(preprocess), seed=0, channels=channels, background=preprocess.background
     )
-    loader: DataLoader[Any] = DataLoader(
-        Telling(batches),
-        batch_sampler=EvalBatches(len(batches), batch),
-        collate_fn=_as_it_is,
-        num_workers=workers,
-        worker_init_fn=ignore_ctrl_c,
-    )
+    loader = loader_of(batches, EvalBatches(len(batches), batch), workers, keep_workers=False)
     done = 0
     for seen in loader:
         if isinstance(seen, Refused):
@@ -118,7 +110,3 @@ def _pooled(vit: ViT, images: Tensor, pooled: Pooled, blocks: int) -> Tensor:
 def _tensor(seen: PictureBatch) -> Tensor:
     assert isinstance(seen.pixels, Tensor)
     return seen.pixels
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -73,8 +73,14 @@ class FitResult:
     epochs_done: int
     steps: int
     seconds: float
+
     folder: TrialFolder | None = field(default=None, repr=False, compare=False)
     """Of a trial run: the temporary folder that holds these files, and goes with this object."""
+
+    @property
+    def out(self) -> Path:
+        """The folder of the run, of a trial its temporary one."""
+        return self.last.parent.parent
 
 
 def fit(

@@ -17,9 +17,8 @@ from regard.datasets.augment.dice import Dice
 from regard.datasets.decode import decode
 from regard.datasets.pictures import PictureSet
 from regard.datasets.raws import ArrayRaws, FileRaws, Raws
-from regard.train.interrupt import ignore_ctrl_c
 from regard.train.sampling import Draw, EvalBatches, TrainBatches, digest, mix
-from regard.train.workers import Telling, TellingData
+from regard.train.workers import TellingData, loader_of
 from regard.vit import ViT
 from regard.vit.errors import InputError
 
@@ -253,10 +252,10 @@ class PictureData(TellingData):
         return digest([*pictures.classes, *pictures.labels.tolist(), *map(pictures.id, range(len(pictures)))])
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.training, self.train_batches)
+        return loader_of(self.training, self.train_batches, self.workers)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        return [] if self.held_out is None else self._loader(self.held_out, self.eval_batches)
+        return [] if self.held_out is None else loader_of(self.held_out, self.eval_batches, self.workers)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
@@ -278,17 +277,6 @@ class PictureData(TellingData):
             name = self.training.pictures.name
             raise InputError(f"{name}: none of its pictures can be read, the last one {bad[-1][1]}")
 
-    def _loader(self, batches: PictureBatches, sampler: Any) -> DataLoader[Any]:
-        return DataLoader(
-            Telling(batches),
-            batch_sampler=sampler,
-            collate_fn=_as_it_is,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            worker_init_fn=ignore_ctrl_c,
-            pin_memory=torch.cuda.is_available(),
-        )
-
 
 def require_channels(vit: ViT) -> None:
     """Raise InputError where pictures cannot be made with as many channels as the model takes."""
@@ -301,10 +289,6 @@ def require_channels(vit: ViT) -> None:
             f"vit.channels is {channels}, and vit.preprocess.mean and std have {len(preprocess.mean)} values; give "
             f'{channels}, such as --vit.preprocess.mean "{some}" --vit.preprocess.std "{some}"'
         )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _listed(pixels: Tensor | list[Tensor]) -> list[Tensor]:

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from regard.crossattn import TextTokenizer
 from regard.crossattn.decoder import DecoderConfig
 from regard.datasets import Question, QuestionSet, open_image
-from regard.train.interrupt import ignore_ctrl_c
 from regard.train.sampling import Draw, EvalBatches, TrainBatches, digest, sample_seed
-from regard.train.workers import Telling, TellingData
+from regard.train.workers import TellingData, loader_of
 from regard.train.written import AnswerWriter, WrittenAnswers, wanted_texts
 from regard.vit import Preprocess
 from regard.vit.errors import InputError
@@ -194,21 +193,10 @@ class QuestionData(TellingData):
         return digest(asked)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.training, self.train_batches)
+        return loader_of(self.training, self.train_batches, self.workers)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.held_out, self.eval_batches)
-
-    def _loader(self, dataset: QuestionBatches, batches: Any) -> DataLoader[Any]:
-        return DataLoader(
-            Telling(dataset),
-            batch_sampler=batches,
-            collate_fn=_as_it_is,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            worker_init_fn=ignore_ctrl_c,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return loader_of(self.held_out, self.eval_batches, self.workers)
 
 
 def fits_in_memory(n_images: int, preprocess: Preprocess) -> bool:
@@ -217,10 +205,6 @@ def fits_in_memory(n_images: int, preprocess: Preprocess) -> bool:
         return False
     height, width = preprocess.size
     return n_images * len(preprocess.mean) * height * width <= _CACHE_BYTES
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _check_texts(questions: QuestionSet, tokenizer: TextTokenizer, max_tokens: int) -> None:

@@ -7,9 +7,11 @@ picture would be told in twenty lines. Here the worker hands over what it has to
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from regard.train.interrupt import ignore_ctrl_c
 from regard.vit.errors import InputError
 
 
@@ -36,6 +38,23 @@ class Telling(Dataset[Any]):
             if get_worker_info() is None:
                 raise
             return Refused(str(error))
+
+
+def loader_of(batches: Any, sampler: Any, workers: int, *, keep_workers: bool = True) -> DataLoader[Any]:
+    """A loader of whole batches, which `batches` makes out of what `sampler` draws, in so many processes."""
+    return DataLoader(
+        Telling(batches),
+        batch_sampler=sampler,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        persistent_workers=keep_workers and workers > 0,
+        worker_init_fn=ignore_ctrl_c,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class TellingData(LightningDataModule):

@@ -6,6 +6,7 @@ share of a device's peak is stated (Chowdhery et al., 2022, arXiv:2204.02311, ap
 D width, H heads, K head width, L layers, M inner width of the MLP, N patches, S = cls + registers + patches.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from regard.vit.config import ViTConfig
@@ -28,7 +29,7 @@ def forward_macs(config: ViTConfig, image_size: tuple[int, int] | None = None) -
     macs = patches * dim * config.channels * config.patch_size**2 + config.depth * (attention + tokens * _mlp(config))
     if config.pooling == "map":  # one query asks the patches
         macs += 2 * dim * inner + 2 * patches * dim * inner + 2 * patches * inner + _mlp(config)
-    return macs + dim * (2 if config.pooling == "cls+mean" else 1) * config.classes
+    return macs + _pooled(config) * config.classes
 
 
 def training_flops(config: ViTConfig, image_size: tuple[int, int] | None = None) -> int:
@@ -46,17 +47,23 @@ def distill_flops(
     local_size: tuple[int, int] = (96, 96),
     local_crops: int = 8,
     prototypes: int = 65536,
+    head: Sequence[int] = DINO_HEAD,
 ) -> int:
     """FLOPs of one image in DINO: two global and `local_crops` local crops in the student, two global in the teacher.
 
     `2 (3 (2 Fg + V Fl + (2 + V) Hd) + 2 Fg + 2 Hd)` with the head's `Hd = D 2048 + 2048^2 + 2048 256 + 256 K`
-    (Caron et al., 2021, arXiv:2104.14294). Sizes are (height, width) in pixels; K is `prototypes`.
+    (Caron et al., 2021, arXiv:2104.14294). Sizes are (height, width) in pixels; K is `prototypes`, `head` the inner
+    widths.
     """
     whole, part = forward_macs(config, global_size), forward_macs(config, local_size)
-    widths = (config.dim, *DINO_HEAD, prototypes)
-    head = sum(before * after for before, after in pairwise(widths))
-    student = 2 * whole + local_crops * part + (2 + local_crops) * head
-    return 2 * (3 * student + 2 * whole + 2 * head)
+    projection = sum(before * after for before, after in pairwise((_pooled(config), *head, prototypes)))
+    student = 2 * whole + local_crops * part + (2 + local_crops) * projection
+    return 2 * (3 * student + 2 * whole + 2 * projection)
+
+
+def _pooled(config: ViTConfig) -> int:
+    """Width of the pooled vector."""
+    return config.dim * (2 if config.pooling == "cls+mean" else 1)
 
 
 def _mlp(config: ViTConfig) -> int:

@@ -124,7 +124,7 @@ def train_classify(
         fast_dev_run=fast_dev_run,
         profile=profile,
     )
-    place = (folder if result.folder is None else result.folder.path) / MODEL
+    place = result.out / MODEL
     if is_first_rank():
         module.load_state_dict(load(result.best or result.last)["state_dict"])
         save_classifier(place, module.best.cpu(), names)

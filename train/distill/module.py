@@ -8,7 +8,6 @@ the momentum of that number, and the centres move once, by all batches of the st
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from regard.train.pictures import PictureBatch
 from regard.train.sampling import mix
 from regard.train.steps import epochs, steps_per_epoch, total_steps
 from regard.vit import ViT, ViTConfig
-from regard.vit.flops import forward_macs
+from regard.vit.flops import distill_flops
 
 PATIENCE = 500  # batches, fewer in a short run
 
@@ -275,14 +274,19 @@ class DistillModule(RegardModule):
 
     def picture_flops(self) -> float:
         """FLOPs of a step per picture, without iBOT's head."""
-        r, config = self.recipe, self.student.backbone.config
+        r = self.recipe
         assert r.prototypes is not None
-        widths = (self.student.backbone.pool.width, r.hidden, r.hidden, r.bottleneck, r.prototypes)
-        head = sum(before * after for before, after in pairwise(widths))
         assert r.local_size is not None
-        whole, part = forward_macs(config, r.global_size), forward_macs(config, r.local_size)
-        learned = 2 * whole + r.local_crops * part + (2 + r.local_crops) * head
-        return 2.0 * (3 * learned + 2 * whole + 2 * head)
+        return float(
+            distill_flops(
+                self.student.backbone.config,
+                global_size=r.global_size,
+                local_size=r.local_size,
+                local_crops=r.local_crops,
+                prototypes=r.prototypes,
+                head=(r.hidden, r.hidden, r.bottleneck),
+            )
+        )
 
     def card(self) -> list[tuple[str, str]]:
         r = self.recipe

@@ -85,7 +85,7 @@ def train_distill(
         fast_dev_run=fast_dev_run,
         profile=profile,
     )
-    place = (folder if result.folder is None else result.folder.path) / MODEL
+    place = result.out / MODEL
     if is_first_rank():
         ViT.from_pretrained(result.best or result.last).save_pretrained(place)
     return TrainedDistill(place, result, settings.data, splits_of(settings.data))
